@@ -1,0 +1,458 @@
+"""SlotCache: the transformers face of the slots, and the host's bookkeeping of one generation."""
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from kvpatch import attention, scoring, selection, slots
+from kvpatch.budget import UNSET, Budget
+from kvpatch.policy import Policy, resolve
+from kvpatch.stats import Stats
+
+
+class SlotCache(Cache):
+    """A KV cache of fixed size with decode-time eviction, for a patched model.
+
+    Between decode steps a row holds at most its budget of tokens. The prompt is held whole until the first decode step
+    has scored it; then it is cut to the budget and its memory is given back layer by layer.
+
+    Args:
+        config: the model's config; only the number of layers is read.
+        policy: name or `Policy`.
+        budget: as `Budget`; may be left out for policy "full" only.
+        max_new_tokens: an upper bound, for buffers that need not grow. Without it they grow by doubling up to the
+            budget.
+        backend: attention back end, as in `patch`.
+        **fields: fields of the policy to replace.
+
+    Raises:
+        ValueError, TypeError: for a bad policy, budget or back end.
+    """
+
+    is_compileable = False  # transformers must not compile around our steps
+
+    def __init__(self, config, policy="inertia-lazy", budget=UNSET, max_new_tokens=None, *, backend="auto", **fields):
+        self.policy, self.budget = settle(policy, budget, fields)
+        decode = attention.decode_function(attention.choose(backend)[0])
+        text = config.get_text_config(decoder=True)
+        super().__init__(layers=[SlotLayer(self, index) for index in range(text.num_hidden_layers)])
+        self.max_new_tokens = max_new_tokens
+        self.stats = Stats()
+        self.scoring_layers = self.policy.scoring_layers(len(self.layers))
+        scorer = scoring.scorer(self.policy.scorer)
+        self.attends = {scores: slots.make_attend(self.policy, scorer, decode, scores) for scores in (False, True)}
+        self._kept: slots.Buffers | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self.phase = "empty"  # then "prefill", "decode"
+        self.columns = 0  # tokens consumed, pads included
+        self.step = 0  # decode steps begun
+        self.scores = False  # whether the current step scores
+        self.prompt: list[int] = []  # prompt length per row, without pads
+        self.limits: list[int | None] = []  # budget per row in tokens
+        self.planned = 0  # slots that this generation needs, 0 while unknown
+        self.expect_prompt = False  # a block of one token is still prompt
+        self.mask: Tensor | None = None
+        self.current: slots.Buffers | None = None
+        self.ledger: slots.Ledger | None = None
+        self._views: list[tuple] = []
+        self._layers: dict[bool, list[slots.LayerSlots]] = {}
+
+    # ---- prefill -----------------------------------------------------------------------------------------------
+
+    def plan(self, prompt: list[int], new_tokens: int | None) -> None:
+        """Fix rows and capacity before the prompt arrives.
+
+        Args:
+            prompt: prompt length of each row, without pads.
+            new_tokens: most tokens that can be fed after the prompt; None where it is not known.
+
+        Raises:
+            ValueError: if the policy's protected entries fill a row's budget.
+        """
+        self.prompt = prompt
+        self.limits = [self.budget.tokens(length) if self.policy.evicts else None for length in prompt]
+        for limit in self.limits:
+            if limit is not None:
+                self.policy.protected(limit)
+        if new_tokens is not None:
+            self.planned = 1 + max(
+                _at_most(length + new_tokens, limit) for length, limit in zip(prompt, self.limits, strict=True)
+            )
+
+    def begin_forward(self, query: int, mask: Tensor | None) -> None:
+        """What a forward over `query` tokens is: a block of the prompt, or a decode step. Called by the patched model."""
+        if self.phase == "decode" and query > 1:
+            raise ValueError(
+                f"a block of {query} tokens after the first decode step can't be added to a SlotCache yet; "
+                "feed one token at a time, or reset() the cache and prefill the whole conversation"
+            )
+        if self.phase == "empty":
+            self.phase = "prefill"
+        elif self.phase == "prefill" and query == 1 and not self.expect_prompt:
+            self.end_prefill()
+        if self.phase == "prefill":
+            self.mask = mask if mask is None or mask.ndim == 2 else self.mask
+        else:
+            self.begin_step()
+
+    def end_forward(self, query: int) -> None:
+        """Close what `begin_forward` opened; a decode step chooses its victims here."""
+        if self.phase == "prefill":
+            self.columns += query
+        else:
+            slots.finish(self.ledger, self.policy, len(self.scoring_layers) if self.scores else 0)
+            self.end_step()
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append a block of the prompt to one layer; k, v [B, G, q, D]. Returns all of the prompt's keys and values."""
+        if self.phase != "prefill":
+            raise RuntimeError("SlotCache.update is for the prompt of a patched model: call kvpatch.patch(model) first")
+        end = self.columns + k.shape[2]
+        if self.current is None:
+            self._shape = slots.Shape.of(self.policy, len(self.layers), k)
+            self.current = self._buffers(k.shape[0], max(end, self._columns_expected()) + 1)
+        elif self.current.capacity <= end:
+            self._grow(2 * end)
+        keys, values = self.current.keys[layer], self.current.values[layer]
+        keys[:, :, self.columns : end] = k
+        values[:, :, self.columns : end] = v
+        return keys[:, :, :end], values[:, :, :end]
+
+    def expect(self, columns: int) -> None:
+        """The prompt will come to that many columns, pads included, in blocks of any length."""
+        self.expect_prompt, self._columns = True, columns
+
+    def _columns_expected(self) -> int:
+        return self._columns if self.expect_prompt else 0
+
+    def _buffers(self, batch: int, needed: int) -> slots.Buffers:
+        """Buffers with room for `needed` slots now: the kept ones where the whole generation fits there."""
+        whole = max(needed, self.planned)
+        kept = self._kept
+        if kept is not None and (kept.batch != batch or kept.shape != self._shape):
+            kept = self._kept = None
+        if kept is not None and kept.capacity >= whole:
+            return kept
+        if self.planned >= needed:  # nothing large will be cut: prefill straight into the slots
+            self._kept = None
+            self._kept = self._allocate(batch, whole)
+            return self._kept
+        return self._allocate(batch, needed)
+
+    def _allocate(self, batch: int, needed: int) -> slots.Buffers:
+        made = slots.Buffers(self._shape, batch, slots.round_up(needed))
+        self._note_bytes(made)
+        return made
+
+    def _note_bytes(self, *more: slots.Buffers) -> None:
+        live = {id(buffers): buffers.nbytes for buffers in (self._kept, self.current, *more) if buffers is not None}
+        self.stats.note_bytes(sum(live.values()))
+
+    def end_prefill(self) -> None:
+        """The prompt is complete: squeeze pads out and open the ledger."""
+        current, batch = self.current, self.current.batch
+        if not self.prompt:
+            lengths = [self.columns] * batch if self.mask is None else row_lengths(self.mask)
+            self.plan(lengths, self.max_new_tokens)
+        self.mask, self.expect_prompt = None, False
+        pads = torch.tensor([self.columns - length for length in self.prompt], device=self._shape.device)
+        if any(length < self.columns for length in self.prompt):
+            self._squeeze(pads)
+        self._open_ledger(batch)
+        self.phase = "decode"
+        self.stats.note_rows(self.prompt, self.limits)
+
+    def _squeeze(self, pads: Tensor) -> None:
+        """Shift every row left over its pads, one layer at a time."""
+        order = (torch.arange(self.columns, device=pads.device) + pads[:, None]).clamp_max(self.columns - 1)
+        order = order[:, None].expand(-1, self._shape.kv_heads, -1)
+        for layer in range(len(self.layers)):
+            for side in (self.current.keys, self.current.values):
+                side[layer][:, :, : self.columns] = _gathered(side[layer], order)
+
+    def _open_ledger(self, batch: int) -> None:
+        device, current = self._shape.device, self.current
+        prompt = torch.tensor(self.prompt, device=device)
+        far = torch.iinfo(torch.int64).max // 4
+        limits = [far if limit is None else limit for limit in self.limits]
+        protected = [(0, 0, 0) if limit is None else self.policy.protected(limit) for limit in self.limits]
+        rows = [torch.tensor(column, device=device) for column in (limits, *zip(*protected, strict=True))]
+        current.utility.zero_()
+        current.pending.zero_()
+        current.positions.copy_(torch.arange(current.capacity, device=device).expand_as(current.positions))
+        lead = (self._shape.ranked_layers, batch, self._shape.ranked_heads)
+        self._rows = selection.Rows(*rows, prompt)
+        self._free = prompt[None, :, None].expand(lead).clone()
+        self._length = self._free.clone()
+        self._newest = prompt - 1
+        self._active = torch.ones(batch, dtype=torch.bool, device=device)
+        self._index = torch.arange(current.capacity, device=device)
+        self._bind()
+
+    # ---- decode steps ------------------------------------------------------------------------------------------
+
+    def _bind(self) -> None:
+        """Make the views of the current buffers that steps use."""
+        current, several = self.current, self.current.batch > 1
+        layers, ranked = range(len(self.layers)), self._shape.ranked_layers
+        target = current.pending if self._shape.uniform else current.utility
+        if self._index.shape[0] < current.capacity:
+            self._index = torch.arange(current.capacity, device=self._shape.device)
+        self._views = []
+        for layer in layers:
+            own = layer if ranked > 1 else 0
+            keys, values = current.keys[layer], current.values[layer]
+            utility, positions = target[:, own], current.positions[own]
+            free, length = self._free[own], self._length[own]
+            for tensor, slot_dim, row_dim in (
+                (keys, 2, 0),
+                (values, 2, 0),
+                (utility, 3, 1),
+                (positions, 2, 0),
+                (free, None, 0),
+                (length, None, 0),
+            ):
+                slots.mark_dynamic(tensor, slot_dim, row_dim if several else None)
+            self._views.append((keys, values, utility, positions, free, length))
+        self._read = 0
+
+    def begin_step(self) -> None:
+        """Open a decode step: which kind it is, how many slots it reads, and the new token's slot."""
+        self.step += 1
+        self.scores = self.policy.scores_at(self.step) and self.budget.evicts
+        n = max(_held(length, limit, self.step) for length, limit in zip(self.prompt, self.limits, strict=True))
+        if n > self.current.capacity:
+            self._grow(n)
+        if n != self._read:
+            self._read_slots(n)
+        slots.begin(self.ledger, self.policy)
+
+    def _read_slots(self, n: int) -> None:
+        index = self._index[:n]
+        slots.mark_dynamic(index, 0, None)
+        self._read = n
+        self.ledger = slots.Ledger(
+            self.current.utility,
+            self.current.pending,
+            self.current.positions,
+            self._free,
+            self._length,
+            self._newest,
+            self._active,
+            self._rows,
+            index,
+        )
+        several = self.current.batch > 1
+        for tensor, row_dim in zip(self.ledger, (2, 2, 1, 1, 1, 0, 0), strict=False):
+            slots.mark_dynamic(tensor, None, row_dim if several else None)
+        for tensor in self.ledger[:3]:
+            slots.mark_dynamic(tensor, tensor.ndim - 1, None)
+        for tensor in self._rows:
+            slots.mark_dynamic(tensor, None, 0 if several else None)
+        self._layers = {
+            scores: [slots.LayerSlots(*views, index, attend) for views in self._views]
+            for scores, attend in self.attends.items()
+        }
+
+    def layer_slots(self, layer: int) -> slots.LayerSlots | None:
+        """One layer's tensors for the current decode step; None while the prompt is read."""
+        if self.phase != "decode":
+            return None
+        return self._layers[self.scores and layer in self.scoring_layers][layer]
+
+    def set_active(self, active: Tensor) -> None:
+        """Freeze the rows where `active` [B] is False: what they hold stays as it is."""
+        self._active.copy_(active)
+
+    def end_step(self) -> None:
+        """Close a decode step whose victims are chosen: count it, and after the first one cut to the budget."""
+        self.columns += 1
+        lose = [0 if limit is None else length + 1 - limit for length, limit in zip(self.prompt, self.limits, strict=True)]
+        if self.step == 1 and max(lose) > 1:
+            self._cut()
+        self.stats.note_step(self.scores, self.step, self.prompt, self.limits)
+
+    def _cut(self) -> None:
+        """Cut every row to its budget, moving one layer at a time into the slots and freeing its prompt."""
+        source, n = self.current, self._read
+        held = [min(length + 1, limit or length + 1) for length, limit in zip(self.prompt, self.limits, strict=True)]
+        utility, positions = source.utility[0, ..., :n], source.positions[..., :n]
+        valid = self.ledger.index < self._length[..., None]
+        shielded = selection.protected(positions, self._newest, self._rows) & valid
+        keep = selection.first_cut(utility, valid, shielded, self._rows.budget, self.policy.rescue)
+        order = selection.kept_order(keep, max(held))
+        target = source
+        if source is not self._kept:
+            needed = max(self.planned, max(held) + 1)
+            if self._kept is None or self._kept.capacity < needed:
+                self._kept = None
+                self._kept = self._allocate(source.batch, needed)
+            target = self._kept
+            target.pending.zero_()
+        size, shape = max(held), self._shape
+        ranked = order.expand(shape.ranked_layers, source.batch, shape.kv_heads, size)
+        for layer in range(shape.layers):
+            chosen = ranked[layer if shape.ranked_layers > 1 else 0]
+            for old, new in ((source.keys, target.keys), (source.values, target.values)):
+                new[layer][:, :, :size] = _gathered(old[layer], chosen)
+                if target is not source:
+                    old[layer] = None
+        kept_utility, kept_positions = utility.gather(-1, order), positions.gather(-1, order)
+        target.utility[0, ..., :size] = kept_utility
+        target.positions[..., :size] = kept_positions
+        counts = torch.tensor(held, device=shape.device)[None, :, None].expand_as(self._length)
+        self._length.copy_(counts)
+        self._free.copy_(counts)
+        self.current = target
+        self._bind()
+
+    def _grow(self, needed: int) -> None:
+        """Move to buffers of at least `needed` slots, doubling, one layer at a time."""
+        old = self.current
+        ceiling = max((length + 1 if limit is None else limit + 1) for length, limit in self._ceilings(needed))
+        capacity = max(needed, min(2 * old.capacity, ceiling))
+        new = self._allocate(old.batch, capacity)
+        for layer in range(len(self.layers)):
+            for source, target in ((old.keys, new.keys), (old.values, new.values)):
+                if source[layer] is not None:
+                    target[layer][:, :, : old.capacity] = source[layer]
+                    source[layer] = None
+        new.utility[..., : old.capacity] = old.utility
+        new.positions[..., : old.capacity] = old.positions
+        self._kept = new if self._kept is old else self._kept
+        self.current = new
+        if self.phase == "decode":
+            self._kept = new
+            self._bind()
+
+    def _ceilings(self, needed: int):
+        if not self.prompt:
+            return [(needed, None)]
+        return [(2 * needed, limit) for limit in self.limits]
+
+    # ---- what is held ------------------------------------------------------------------------------------------
+
+    def retained(self) -> Tensor:
+        """Original positions held between steps: [layers, B, G, slots] int64, -1 for an empty slot."""
+        if self.phase != "decode":
+            if self.phase == "prefill" and self.current is not None:
+                self.end_prefill()
+            else:
+                raise RuntimeError("nothing is held: no prompt has been read since the cache was made or reset")
+        n = max(1, int(self._length.max()))
+        index = torch.arange(n, device=self._length.device)
+        held = (index < self._length[..., None]) & (index != self._free[..., None])
+        positions = torch.where(held, self.current.positions[..., :n], -1)
+        return positions.expand(len(self.layers), -1, self._shape.kv_heads, -1).clone()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated now, kept buffers included."""
+        live = {id(buffers): buffers.nbytes for buffers in (self._kept, self.current) if buffers is not None}
+        return sum(live.values())
+
+    def reset(self) -> None:
+        """Forget what is held; buffers that fit the next call are kept."""
+        self._forget()
+
+    def free(self) -> None:
+        """Give all memory back."""
+        self._forget()
+        self._kept = None
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns consumed: tokens seen, pads included."""
+        return self.columns
+
+
+class SlotLayer(CacheLayerMixin):
+    """One layer of a `SlotCache`, as transformers' `Cache` expects it."""
+
+    is_compileable = False
+    is_sliding = False
+
+    def __init__(self, cache: SlotCache, index: int):
+        super().__init__()
+        self.cache, self.index = cache, index
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: buffers are made when the prompt arrives."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        return self.cache.store(self.index, key_states, value_states)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache.columns + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.cache.columns
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5.20
+
+    def reset(self) -> None:
+        self.cache.reset()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        raise NotImplementedError("beam search over a SlotCache is not supported yet")
+
+    crop = batch_repeat_interleave = batch_select_indices = reorder_cache
+
+
+def settle(policy: str | Policy, budget, fields: dict) -> tuple[Policy, Budget]:
+    """Policy and budget as objects; the budget may be left out for a policy that evicts nothing."""
+    policy = resolve(policy, **fields)
+    if budget is UNSET and policy.evicts:
+        raise ValueError(
+            f'budget must be given for policy {policy.name!r}: tokens (int), a share of the prompt (float), or "full"'
+        )
+    budget = Budget.of(None if budget is UNSET else budget)
+    if not policy.evicts and budget.evicts:
+        raise ValueError(f"budget={budget} with policy {policy.name!r}, which evicts nothing: leave budget out")
+    return policy, budget
+
+
+def row_lengths(mask: Tensor) -> list[int]:
+    """Tokens of each row of a left-padded mask [B, L] of zeros and ones.
+
+    Raises:
+        ValueError: for right padding, holes, an empty row or other values, naming the row.
+    """
+    if mask.ndim != 2:
+        raise ValueError(f"attention_mask must be [batch, length], got shape {list(mask.shape)}")
+    ones = mask.bool()
+    if not torch.equal(ones.to(mask.dtype), mask):
+        raise ValueError("attention_mask must hold zeros and ones only")
+    lengths = ones.sum(-1).tolist()
+    expected = torch.arange(mask.shape[1], device=mask.device) >= (mask.shape[1] - ones.sum(-1, keepdim=True))
+    for row, (length, fine) in enumerate(zip(lengths, (ones == expected).all(-1).tolist(), strict=True)):
+        if length == 0:
+            raise ValueError(f"attention_mask row {row} is empty: every row needs at least one token")
+        if not fine:
+            kind = "is padded on the right" if not ones[row, -1] else "has a hole"
+            raise ValueError(
+                f"attention_mask row {row} {kind}; rows must be left-padded (tokenizer.padding_side = 'left')"
+            )
+    return lengths
+
+
+def _gathered(source: Tensor, order: Tensor) -> Tensor:
+    """source [B, G, C, D] at order [B, G, m] of its slots: [B, G, m, D]."""
+    rows = torch.arange(source.shape[0], device=source.device)[:, None, None]
+    heads = torch.arange(source.shape[1], device=source.device)[None, :, None]
+    return source[rows, heads, order]
+
+
+def _at_most(value: int, limit: int | None) -> int:
+    return value if limit is None else min(value, limit)
+
+
+def _held(length: int, limit: int | None, step: int) -> int:
+    """Slots of one row that step `step` reads: everything at step 1, then at most one more than the budget."""
+    seen = length + step
+    return seen if limit is None or step == 1 else min(seen, limit + 1)

@@ -1,0 +1,112 @@
+"""One decode step of a patched model: embedding, the model's own layers, norm and head, over the slots.
+
+One decoder layer is compiled and reused for all of them. Which of two kinds a step is (scoring or plain) is known on the
+host, so each kind is a graph of its own and none of them branches.
+"""
+
+import time
+import types
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kvpatch import slots
+from kvpatch.cache import SlotCache
+from kvpatch.patches import Parts
+from kvpatch.stats import Stats
+
+
+def layer_step(layer, hidden: Tensor, cos: Tensor, sin: Tensor, of_layer: slots.LayerSlots) -> Tensor:
+    """One decoder layer over its slots: hidden [B, 1, E] to [B, 1, E]. Mutates the layer's slots."""
+    return layer(hidden, position_embeddings=(cos, sin), slots=of_layer)
+
+
+def head_step(norm, head, hidden: Tensor, ledger: slots.Ledger, finish: Callable) -> Tensor:
+    """Logits [B, V] in float32 or wider, and the choice of the next free slots. Mutates the ledger."""
+    logits = head(norm(hidden[:, -1]))
+    finish(ledger)
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+class Decoder:
+    """Runs decode steps of one model under one policy.
+
+    Args:
+        parts: the model's pieces.
+        policy: what `slots.finish` follows.
+        compile: whether the layer and the head are compiled.
+        stats: where compilations are counted.
+    """
+
+    def __init__(self, parts: Parts, policy, *, scoring_layers: int, compile: bool, stats: Stats):
+        self.parts, self.policy, self.stats = parts, policy, stats
+        self.compiled = compile
+        self._finish = {
+            scores: _finisher(policy, scoring_layers if scores else 0) for scores in (False, True)
+        }
+        self._layer = self._compile(layer_step) if compile else layer_step
+        self._head = self._compile(head_step) if compile else head_step
+        self._warm: set[tuple] = set()
+
+    def _compile(self, function: Callable) -> Callable:
+        # Compiled code is cached per code object: with one of its own, a handle shares no limit with other models.
+        own = types.FunctionType(
+            function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__
+        )
+        return torch.compile(own, backend=self._inductor, fullgraph=True)
+
+    def _inductor(self, graph, inputs):
+        from torch._inductor.compile_fx import compile_fx
+
+        self.stats.compiles += 1
+        return compile_fx(graph, inputs)
+
+    def step(self, cache: SlotCache, tokens: Tensor) -> Tensor:
+        """Feed one token a row.
+
+        Args:
+            cache: holds the prompt and what was fed since; mutated.
+            tokens: [B] int64.
+
+        Returns:
+            logits [B, V], float32 or wider.
+        """
+        started = time.perf_counter()
+        cache.begin_step()
+        if not self.compiled:
+            logits = self._run(cache, tokens)
+        else:
+            key = (cache.scores, tokens.shape[0] > 1, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+            if key in self._warm:
+                with torch.compiler.set_stance("default", skip_guard_eval_unsafe=True):
+                    logits = self._run(cache, tokens)
+            else:
+                logits = self._first(cache, tokens)
+                self._warm.add(key)
+        cache.end_step()
+        self.stats.step_seconds.append(time.perf_counter() - started)
+        return logits
+
+    def _first(self, cache: SlotCache, tokens: Tensor) -> Tensor:
+        started = time.perf_counter()
+        before = self.stats.compiles
+        logits = self._run(cache, tokens)
+        if self.stats.compiles > before:
+            self.stats.compile_seconds += time.perf_counter() - started
+        return logits
+
+    def _run(self, cache: SlotCache, tokens: Tensor) -> Tensor:
+        parts, ledger = self.parts, cache.ledger
+        hidden = parts.embed(tokens[:, None])
+        cos, sin = parts.rotary(hidden, position_ids=ledger.newest[:, None])
+        for index, layer in enumerate(parts.layers):
+            hidden = self._layer(layer, hidden, cos, sin, cache.layer_slots(index))
+        return self._head(parts.norm, parts.head, hidden, ledger, self._finish[cache.scores])
+
+
+def _finisher(policy, scored: int) -> Callable:
+    def finish(ledger: slots.Ledger) -> None:
+        slots.finish(ledger, policy, scored)
+
+    return finish

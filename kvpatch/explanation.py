@@ -1,0 +1,85 @@
+"""What a patched model does, in words and numbers."""
+
+from dataclasses import asdict, dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Paths of a patched model; printed by str(), plain by `to_dict()`.
+
+    bytes_per_token: keys and values of one held token over all layers.
+    bytes_per_row: what a row's slots come to; for a share of the prompt, per 1,000 prompt tokens.
+    """
+
+    model: str
+    architecture: str
+    policy: str
+    budget: str
+    backend: str
+    backend_reason: str
+    loop: str
+    loop_reason: str
+    prefill: str
+    layers: list[str]
+    bytes_per_token: int
+    bytes_per_row: int | None
+    bytes_per_row_of: str
+
+    @classmethod
+    def of(cls, handle) -> "Explanation":
+        """The explanation of a handle's model."""
+        model, policy, parts = handle.model, handle.policy, handle.parts
+        scoring = set(policy.scoring_layers(len(parts.layers)))
+        scores = policy.evicts and handle.budget.evicts
+        kinds = [
+            f"layer {index}: {handle.backend}, "
+            + ("scores on scoring steps" if scores and index in scoring else "never scores")
+            for index in range(len(parts.layers))
+        ]
+        first = parts.attentions[0]
+        heads = model.config.num_key_value_heads
+        per_token = 2 * len(parts.layers) * heads * first.head_dim * torch.empty((), dtype=model.dtype).element_size()
+        tokens = handle.budget.tokens(1000)
+        fixed = isinstance(handle.budget.value, int)
+        return cls(
+            model=type(model).__name__,
+            architecture=handle.architecture.name,
+            policy=policy.name,
+            budget=str(handle.budget),
+            backend=handle.backend,
+            backend_reason=handle.backend_reason,
+            loop="compiled steps, host loop" if handle.compile else "eager steps, host loop",
+            loop_reason="one decoder layer compiled and reused; CUDA-graph capture is not part of this release"
+            if handle.compile
+            else "compile=False",
+            prefill=f"the model's own forward ({model.config._attn_implementation}), then one full-length first step",
+            layers=kinds,
+            bytes_per_token=per_token,
+            bytes_per_row=None if tokens is None else (tokens + 1) * per_token,
+            bytes_per_row_of="any prompt" if fixed else "a prompt of 1,000 tokens",
+        )
+
+    def to_dict(self) -> dict:
+        """Plain values."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        alike = len({line.split(": ", 1)[1] for line in self.layers}) == 1
+        layers = [f"all {len(self.layers)} layers: {self.layers[0].split(': ', 1)[1]}"] if alike else self.layers
+        promised = (
+            "grows with every token: nothing is evicted"
+            if self.bytes_per_row is None
+            else f"{self.bytes_per_row / 2**20:.1f} MiB a row for {self.bytes_per_row_of}"
+        )
+        return "\n".join(
+            (
+                f"{self.model} ({self.architecture}), policy {self.policy}, budget {self.budget}",
+                f"prefill    {self.prefill}",
+                f"attention  {self.backend}: {self.backend_reason}",
+                *(f"           {line}" for line in layers),
+                f"loop       {self.loop}: {self.loop_reason}",
+                f"cache      {promised} ({self.bytes_per_token:,} bytes a token)",
+            )
+        )

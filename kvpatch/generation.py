@@ -1,0 +1,199 @@
+"""`generate` of a patched model: transformers prepares everything, our loop takes the steps."""
+
+import copy
+import inspect
+import time
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers import StoppingCriteriaList, StopStringCriteria
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.configuration_utils import GenerationMode
+
+from kvpatch.cache import SlotCache, row_lengths
+from kvpatch.prefill import read_prompt
+
+CACHE_NAMES = ("cache", "past_key_values")
+
+
+def generate(handle, original: Callable, args: tuple, kwargs: dict):
+    """Run one call of the patched model's `generate`.
+
+    Args:
+        handle: the model's `Patch`.
+        original: the `generate` that stood there, bound.
+        args, kwargs: of the call.
+
+    Raises:
+        ValueError: for an argument that can't be honoured, naming it, before any work.
+        RuntimeError: if the model is generating in another thread.
+    """
+    call = inspect.signature(original).bind(*args, **kwargs).arguments
+    call.update(call.pop("kwargs", {}))
+    if not handle.lock.acquire(blocking=False):
+        raise RuntimeError(
+            "this model is generating in another thread; a patched model holds one cache: run one call at a time, "
+            "or load a second model"
+        )
+    try:
+        foreign = next((name for name in CACHE_NAMES if call.get(name) is not None), None)
+        given = call.pop(foreign, None) if foreign else None
+        if given is not None and not isinstance(given, SlotCache):
+            handle.warn_once(
+                f"{foreign}={type(given).__name__} is not a SlotCache: this call runs unpatched, without eviction"
+            )
+            return original(*args, **kwargs)
+        config = _effective_config(handle.model, call)
+        _refuse(handle.model, call, config)
+        _own_stop_strings(call, config)
+        cache = given if given is not None else handle.take_cache()
+        cache.stats.begin()
+        try:
+            result = _run(handle, original, call, config, cache, given is not None)
+        except BaseException:
+            cache.free()  # the next call starts from nothing
+            raise
+        if given is not None or getattr(config, "return_dict_in_generate", False):
+            handle.release_cache(cache)
+        return result
+    finally:
+        handle.lock.release()
+
+
+def _run(handle, original: Callable, call: dict, config, cache: SlotCache, given: bool):
+    if cache.phase != "empty":
+        raise ValueError(
+            f"{handle.keyword}: the SlotCache holds {cache.columns} tokens of an earlier call; reset() it first"
+        )
+    why = host_loop_reason(config, call)
+    if why:
+        cache.max_new_tokens = None
+        return original(**call, **{handle.keyword: cache})
+    streamer = call.get("streamer")
+
+    def decode_loop(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
+        return _decode(
+            handle, cache, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, streamer
+        )
+
+    return original(**call, custom_generate=decode_loop)
+
+
+def host_loop_reason(config, call: dict) -> str | None:
+    """Why transformers' own loop has to run, with our steps uncompiled inside; None where our loop runs."""
+    if getattr(config, "output_hidden_states", False):
+        return "output_hidden_states needs every layer's output"
+    if call.get("inputs_embeds") is not None:
+        return "inputs_embeds"
+    return None
+
+
+def _effective_config(model, call: dict):
+    """The generation config that transformers will arrive at."""
+    given = copy.deepcopy(call.get("generation_config"))
+    names = inspect.signature(type(model).generate).parameters
+    fields = {name: copy.copy(value) for name, value in call.items() if name not in names and name != "tokenizer"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return model._prepare_generation_config(given, **fields)[0]
+
+
+def _refuse(model, call: dict, config) -> None:
+    if model.training:
+        raise ValueError("model is in training mode: call model.eval() before generate")
+    if call.get("custom_generate") is not None:
+        raise ValueError("custom_generate can't be used on a patched model: unpatch(model) first, or leave it out")
+    if call.get("assistant_model") is not None:
+        raise ValueError("assistant_model: assisted decoding needs a cache that can be cropped; leave it out")
+    for name in ("cache_implementation", "prompt_lookup_num_tokens", "penalty_alpha", "dola_layers", "constraints"):
+        if getattr(config, name, None) is not None:
+            raise ValueError(
+                f"{name}={getattr(config, name)!r} is not supported by a patched model: leave it out, or unpatch(model)"
+            )
+    if config.use_cache is False:
+        raise ValueError("use_cache=False: a patched model decodes over its cache; leave it out")
+    if getattr(config, "output_attentions", False):
+        raise ValueError("output_attentions=True: the attention of evicted entries does not exist; leave it out")
+    mode = config.get_generation_mode(None)
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise ValueError(
+            f"num_beams={config.num_beams} (generation mode {mode.value!r}) is not supported by a patched model yet; "
+            "use greedy search or sampling"
+        )
+
+
+def _own_stop_strings(call: dict, config) -> None:
+    # A custom loop makes transformers forget the tokenizer, so stop strings become a criterion here.
+    tokenizer = call.pop("tokenizer", None)
+    if not config.stop_strings:
+        return
+    if tokenizer is None:
+        raise ValueError("stop_strings needs tokenizer=: pass the model's tokenizer to generate")
+    criteria = StoppingCriteriaList(call.get("stopping_criteria") or [])
+    criteria.append(StopStringCriteria(tokenizer, config.stop_strings))
+    call["stopping_criteria"] = criteria
+    call.pop("stop_strings", None)
+    if getattr(call.get("generation_config"), "stop_strings", None):
+        call["generation_config"] = copy.deepcopy(call["generation_config"])
+        call["generation_config"].stop_strings = None
+
+
+def _decode(handle, cache, input_ids, processors, criteria, config, model_kwargs, streamer):
+    """Greedy search or sampling: the prompt, then one token a row and step. Follows transformers' `_sample`."""
+    model, stats = handle.model, cache.stats
+    batch, columns = input_ids.shape
+    mask = model_kwargs.get("attention_mask")
+    lengths = [columns] * batch if mask is None else row_lengths(mask)
+    cache.plan(lengths, config.max_length - columns - 1)
+    started = time.perf_counter()
+    logits = read_prompt(
+        model, handle.parts.base, handle.keyword, cache, input_ids, mask, model_kwargs.get("position_ids")
+    )
+    stats.prefill_seconds = time.perf_counter() - started
+
+    ids = input_ids.new_empty(batch, config.max_length)
+    ids[:, :columns] = input_ids
+    has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+    pad = None if config._pad_token_tensor is None else config._pad_token_tensor.to(input_ids.device)
+    unfinished = torch.ones(batch, dtype=torch.bool, device=input_ids.device)
+    keeps = config.return_dict_in_generate
+    scores = () if keeps and config.output_scores else None
+    raw_logits = () if keeps and config.output_logits else None
+    while True:
+        # Processors may write into what they are given, and float64 logits become float32 here as in transformers.
+        raw = logits.to(torch.float32, copy=True)
+        seen = ids[:, :columns]
+        chosen_by = processors(seen, raw.clone() if raw_logits is not None else raw)
+        if scores is not None:
+            scores += (chosen_by,)
+        if raw_logits is not None:
+            raw_logits += (raw,)
+        tokens = draw(chosen_by) if config.do_sample else chosen_by.argmax(-1)
+        if has_eos:
+            tokens = torch.where(unfinished, tokens, pad)
+        ids[:, columns] = tokens
+        columns += 1
+        unfinished = unfinished & ~criteria(ids[:, :columns], scores)
+        if streamer is not None:
+            streamer.put(tokens.cpu())
+        if not unfinished.any():
+            break
+        if batch > 1:
+            cache.set_active(unfinished)
+        logits = handle.decoder_for(cache).step(cache, tokens)
+    if streamer is not None:
+        streamer.end()
+    sequences = ids[:, :columns].clone()
+    if not keeps:
+        return sequences
+    return GenerateDecoderOnlyOutput(
+        sequences=sequences, scores=scores, logits=raw_logits, **{handle.keyword: cache}
+    )
+
+
+def draw(scores: Tensor) -> Tensor:
+    """One token a row from softmax(scores [B, V]): [B] int64, torch.multinomial's own draw without its host check."""
+    shares = torch.softmax(scores, dim=-1)
+    return (shares / torch.empty_like(shares).exponential_(1)).argmax(-1)

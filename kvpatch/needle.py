@@ -1,0 +1,150 @@
+"""A long document with one hidden fact, and the question that asks for it.
+
+The text is prose that every Python installation carries: the language reference behind ``help()``. The fact
+is a seven-digit number, so a right answer cannot be a guess, and where it lies is drawn from the seed.
+The wording follows the single-needle task of RULER.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ADJECTIVES = (
+    "amber", "brisk", "calm", "daring", "eager", "faint", "gentle", "hollow", "icy", "jolly",
+    "keen", "lively", "mellow", "nimble", "odd", "proud", "quiet", "rusty", "silent", "tidy",
+)  # fmt: skip
+NOUNS = (
+    "anchor", "basket", "candle", "dolphin", "engine", "falcon", "garden", "hammer", "island", "jacket",
+    "kettle", "lantern", "mirror", "needle", "orchard", "pencil", "quarry", "river", "saddle", "tunnel",
+)  # fmt: skip
+
+INTRODUCTION = (
+    "A special magic number is hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the number afterwards.\n"
+)
+FACT = "The special magic number for {key} is: {answer}."
+QUESTION = "What is the special magic number for {key} mentioned in the provided text?"
+ANSWER_PREFIX = "The special magic number for {key} mentioned in the provided text is"
+
+
+@dataclass(frozen=True)
+class Needle:
+    """A prompt that hides one fact, and the answer that shows whether the fact was found.
+
+    Attributes:
+        prompt_ids: ``[length]`` int64, the whole prompt: document, question and the opening of the answer.
+        question: what the prompt asks at its end.
+        answer: seven digits; the model found the fact if the decoded continuation contains them.
+        key: the name that the fact and the question share.
+        depth: share of the document's tokens that stand before the fact, 0 to 1.
+    """
+
+    prompt_ids: torch.Tensor
+    question: str
+    answer: str
+    key: str
+    depth: float
+
+
+def document(
+    length_in_tokens: int, tokenizer: PreTrainedTokenizerBase, seed: int, depth: float | None = None
+) -> Needle:
+    """A prompt of exactly ``length_in_tokens`` tokens with one fact hidden at a sentence's end.
+
+    The document breaks off where the length is reached, if need be inside a sentence (never inside the fact).
+    The same arguments give the same prompt on the same Python release; the text is that release's language
+    reference, repeated if the length asks for more than it has.
+
+    Args:
+        length_in_tokens: length of ``prompt_ids``; at least about 150.
+        tokenizer: must have a chat template.
+        seed: chooses key, answer, depth and where the text starts.
+        depth: share of the text before the fact, 0 to 1, moved to the nearest sentence end; None: drawn
+            uniformly.
+
+    Raises:
+        ValueError: the depth is outside 0..1, the tokenizer has no chat template or the length leaves no room
+            for a document.
+    """
+    if depth is not None and not 0 <= depth <= 1:
+        raise ValueError(f"depth must be between 0 and 1, got {depth}")
+    rng = random.Random(seed)
+    key = f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
+    answer = str(rng.randrange(10**6, 10**7))
+    drawn, start = rng.random(), rng.random()
+    depth = drawn if depth is None else depth
+
+    question = QUESTION.format(key=key)
+    before, after = _chat_frame(tokenizer, question, ANSWER_PREFIX.format(key=key))
+    fact = _ids(tokenizer, " " + FACT.format(key=key, answer=answer))
+    room = length_in_tokens - len(before) - len(fact) - len(after)
+    if room < 32:
+        least = length_in_tokens - room + 32
+        raise ValueError(f"length_in_tokens must be at least {least} here, got {length_in_tokens}")
+
+    text: list[int] = []
+    ends = [0]  # token counts after which a sentence is complete
+    for sentence in _sentences_from(start):
+        text += _ids(tokenizer, " " + sentence)
+        if len(text) > room:
+            break
+        ends.append(len(text))
+    cut = min(ends, key=lambda end: abs(end - depth * room))
+    ids = before + text[:cut] + fact + text[cut:room] + after
+    return Needle(torch.tensor(ids), question, answer, key, cut / room)
+
+
+def _chat_frame(
+    tokenizer: PreTrainedTokenizerBase, question: str, answer_prefix: str
+) -> tuple[list[int], list[int]]:
+    """Token ids before and after the document in a chat of one user turn and an opened answer."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError("the tokenizer has no chat template, so it can't put the question to the model")
+    mark = "[document]"
+    content = f"{INTRODUCTION}{mark}\n{question}"
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+    )
+    before, after = chat.split(mark)
+    return _ids(tokenizer, before), _ids(tokenizer, after + answer_prefix)
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False).input_ids
+
+
+def _sentences_from(start: float) -> Iterator[str]:
+    """The prose's sentences without end, beginning at the share ``start`` of them."""
+    sentences = _prose()
+    at = int(start * len(sentences))
+    while True:
+        yield sentences[at % len(sentences)]
+        at += 1
+
+
+@lru_cache(maxsize=1)
+def _prose() -> tuple[str, ...]:
+    """Sentences of the language reference, without code, tables and markup."""
+    from pydoc_data.topics import topics
+
+    sentences = []
+    for name in sorted(topics):
+        for paragraph in re.split(r"\n\s*\n", topics[name]):
+            text = " ".join(line.strip() for line in paragraph.splitlines())
+            text = re.sub(r"\[\d+\]|[*`\"“”]", "", text)  # footnote marks, emphasis, literals
+            text = re.sub(r"\s+", " ", text)
+            # Split at a full stop before a capital, but not behind an abbreviation such as "e.g.".
+            for sentence in re.split(r"(?<=[a-z)][.!?]) (?=[A-Z])", text):
+                if re.fullmatch(r"[A-Z][a-z]*[ ,][^=<>{}|\\_@#$%^~\[\]]{30,300}\.", sentence):
+                    sentences.append(sentence)
+    return tuple(dict.fromkeys(sentences))

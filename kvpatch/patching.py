@@ -1,0 +1,319 @@
+"""Patching one model instance, and taking it back."""
+
+import contextlib
+import functools
+import threading
+import types
+import warnings
+
+import torch
+from torch import nn
+
+from kvpatch import attention, generation, patches
+from kvpatch.budget import UNSET, Budget
+from kvpatch.cache import SlotCache, settle
+from kvpatch.decoder import Decoder
+from kvpatch.errors import UnsupportedModelError, VerificationError
+from kvpatch.explanation import Explanation
+from kvpatch.policy import Policy
+from kvpatch.stats import Stats
+
+ATTRIBUTE = "_kvpatch"
+# Relative RMS of logits: what one more order of summation may cost in that precision.
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-2}
+
+
+class Patch:
+    """A patched model's handle: what runs, what was held, and the way back (`unpatch(model)`).
+
+    Attributes:
+        model, policy, budget, backend: what was patched and how.
+        stats: `Stats` of the last generation and of the compilations so far.
+    """
+
+    def __init__(self, model, architecture, policy: Policy, budget: Budget, backend: str, compile: bool):
+        self.model, self.architecture, self.policy, self.budget = model, architecture, policy, budget
+        self.backend, self.backend_reason = attention.choose(backend)
+        self.compile = compile
+        self.parts = architecture.find_parts(model)
+        self.keyword = patches.cache_keyword(self.parts.attentions[0])
+        self.stats = Stats()
+        self.lock = threading.Lock()
+        self._cache: SlotCache | None = None
+        self._last: SlotCache | None = None
+        self._decoders: dict[Policy, Decoder] = {}
+        self._written: list[tuple[nn.Module, str, object]] = []
+        self._warned: set[str] = set()
+
+    # ---- the model's own attributes ----------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Write the rewritten forwards and `generate` into the instances."""
+        for module in self.parts.attentions:
+            self._write(
+                module,
+                "forward",
+                patches.rewritten_forward(module.forward, self.architecture.project, self.keyword, _slots_of),
+            )
+        self._write(self.parts.base, "forward", _base_forward(self.parts.base.forward))
+        original = self.model.generate
+
+        @functools.wraps(original)
+        def generate(model, *args, **kwargs):
+            return generation.generate(self, original, args, kwargs)
+
+        self._write(self.model, "generate", generate)
+        self._written.append((self.model, ATTRIBUTE, UNSET))
+        self.model.__dict__[ATTRIBUTE] = self
+
+    def _write(self, module: nn.Module, name: str, function) -> None:
+        self._written.append((module, name, module.__dict__.get(name, UNSET)))
+        module.__dict__[name] = types.MethodType(function, module)
+
+    def undo(self) -> None:
+        """Put back exactly what stood in each module's `__dict__`."""
+        for module, name, previous in reversed(self._written):
+            if previous is UNSET:
+                module.__dict__.pop(name, None)
+            else:
+                module.__dict__[name] = previous
+        self._written.clear()
+        self.model.__dict__.pop("_compiled_call", None)  # traced through the patched forward
+        self.free()
+        self._decoders.clear()
+
+    # ---- caches ------------------------------------------------------------------------------------------------
+
+    def take_cache(self) -> SlotCache:
+        """The handle's own cache, empty."""
+        if self._cache is None:
+            self._cache = SlotCache(self.model.config, self.policy, self.budget, backend=self.backend)
+            self._cache.stats = self.stats
+        self._cache.reset()
+        self._last = self._cache
+        return self._cache
+
+    def release_cache(self, cache: SlotCache) -> None:
+        """The caller owns this cache from now on."""
+        self._last = cache
+        if cache is self._cache:
+            self._cache = None
+
+    def decoder_for(self, cache: SlotCache) -> Decoder:
+        """The compiled steps for a cache's policy."""
+        if cache.policy not in self._decoders:
+            self._decoders[cache.policy] = Decoder(
+                self.parts,
+                cache.policy,
+                scoring_layers=len(cache.scoring_layers),
+                compile=self.compile,
+                stats=self.stats,
+            )
+        return self._decoders[cache.policy]
+
+    def retained(self) -> torch.Tensor:
+        """Original positions held: [layers, B, G, slots] int64, -1 for an empty slot.
+
+        Raises:
+            RuntimeError: before the first generation and after `free()`.
+        """
+        if self._last is None:
+            raise RuntimeError("nothing is held: call generate first")
+        return self._last.retained()
+
+    def free(self) -> None:
+        """Give the cache's memory back; the next generation allocates anew."""
+        if self._cache is not None:
+            self._cache.free()
+        self._cache = self._last = None
+        self.stats.note_bytes(0)
+
+    def warn_once(self, message: str) -> None:
+        """Warn the first time that this message comes up."""
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, stacklevel=4)
+
+    def __deepcopy__(self, memo):
+        raise RuntimeError("a patched model can't be copied: unpatch(model), copy it, and patch both")
+
+    def __reduce_ex__(self, protocol):
+        raise RuntimeError(
+            "a patched model can't be pickled: unpatch(model) first; state_dict() and save_pretrained() work as they are"
+        )
+
+    def __repr__(self) -> str:
+        return f"Patch({type(self.model).__name__}, {self.policy.name}, budget={self.budget}, backend={self.backend})"
+
+
+def patch(
+    model,
+    policy: str | Policy = "inertia-lazy",
+    *,
+    budget=UNSET,
+    prefill=None,
+    backend: str = "auto",
+    compile: bool = True,
+    profile=None,
+    verify: bool = True,
+    replace: bool = False,
+    **policy_fields,
+) -> Patch:
+    """Make `model.generate` decode with a cache of fixed size, compiled. Changes this instance only.
+
+    Args:
+        model: a loaded causal LM of a supported architecture, in eval mode.
+        policy: a name of `list_policies()` or a `Policy`.
+        budget: tokens (int), a share of each row's prompt (float in (0, 1)), a `Budget`, or 1.0, None or "full" for no
+            eviction. May be left out for policy "full" only.
+        prefill, profile: reserved; must be None.
+        backend: "auto", or a named attention back end, which raises where it can't run.
+        compile: False runs every step eagerly.
+        verify: compare the rewritten attention with the model's own on ten tokens; costs two short forwards.
+        replace: take an earlier patch of this model back first.
+        **policy_fields: fields of the policy to replace, such as ``alpha=0.9``.
+
+    Returns:
+        the model's handle.
+
+    Raises:
+        UnsupportedModelError: for a model that can't be patched.
+        ValueError, TypeError: for a bad argument, naming it.
+        VerificationError: if the rewritten attention differs from the model's own; the model is left as it was.
+    """
+    if prefill is not None:
+        raise ValueError(f"prefill={prefill!r}: prefill-time compression is not part of this release; leave it out")
+    if profile is not None:
+        raise ValueError(f"profile={profile!r}: tuned profiles are not part of this release; leave it out")
+    policy, budget = settle(policy, budget, policy_fields)
+    attention.choose(backend)
+    architecture = patches.find(model)
+    _check_state(model)
+    policy.scoring_layers(model.config.num_hidden_layers)
+    if isinstance(budget.value, int):
+        policy.protected(budget.value)
+    if ATTRIBUTE in model.__dict__:
+        if not replace:
+            raise ValueError(
+                "model is patched already: pass replace=True, or unpatch(model) first "
+                f"(now: {model.__dict__[ATTRIBUTE]!r})"
+            )
+        unpatch(model)
+    handle = Patch(model, architecture, policy, budget, backend, bool(compile))
+    expected = _probe(model, handle.keyword, None) if verify else None
+    handle.install()
+    try:
+        if verify:
+            cache = SlotCache(model.config, "full", backend=handle.backend)
+            _verify(expected, _probe(model, handle.keyword, cache), model)
+    except BaseException:
+        handle.undo()
+        raise
+    return handle
+
+
+def unpatch(model) -> None:
+    """Restore the model exactly; a model that is not patched is left alone."""
+    handle = model.__dict__.get(ATTRIBUTE)
+    if handle is not None:
+        handle.undo()
+
+
+@contextlib.contextmanager
+def patched(model, policy: str | Policy = "inertia-lazy", **arguments):
+    """`patch` for the length of a with block; the model is restored after an exception too."""
+    handle = patch(model, policy, **arguments)
+    try:
+        yield handle
+    finally:
+        handle.undo()
+
+
+def explain(model) -> Explanation:
+    """Which path each layer and the loop of a patched model take, and why.
+
+    Raises:
+        ValueError: if the model is not patched.
+    """
+    handle = getattr(model, "__dict__", {}).get(ATTRIBUTE)
+    if handle is None:
+        raise ValueError("model is not patched: call kvpatch.patch(model, ...) first")
+    return Explanation.of(handle)
+
+
+def _check_state(model) -> None:
+    if model.training:
+        raise ValueError("model is in training mode: call model.eval() before patch")
+    devices = {parameter.device for parameter in model.parameters()}
+    if any(device.type == "meta" for device in devices):
+        raise UnsupportedModelError("model has parameters on the meta device: load its weights before patch")
+    if len(devices) > 1:
+        raise UnsupportedModelError(
+            f"model is spread over {', '.join(sorted(map(str, devices)))}: only models on one device are supported"
+        )
+
+
+def _slots_of(cache, layer: int):
+    return cache.layer_slots(layer) if isinstance(cache, SlotCache) else None
+
+
+def _base_forward(original):
+    """The base model's forward, telling a SlotCache what kind of forward begins."""
+
+    @functools.wraps(original)
+    def forward(self, *args, **kwargs):
+        cache = next((kwargs[name] for name in generation.CACHE_NAMES if kwargs.get(name) is not None), None)
+        if not isinstance(cache, SlotCache):
+            return original(*args, **kwargs)
+        tokens = kwargs.get("input_ids", args[0] if args else None)
+        query = (tokens if tokens is not None else kwargs["inputs_embeds"]).shape[1]
+        try:
+            cache.begin_forward(query, kwargs.get("attention_mask"))
+            output = original(*args, **kwargs)
+            cache.end_forward(query)
+        except BaseException:
+            cache.reset()
+            raise
+        return output
+
+    return forward
+
+
+@torch.no_grad()
+def _probe(model, keyword: str, cache) -> torch.Tensor:
+    """Logits of eight prompt tokens and two decode steps, [3, V]."""
+    tokens = torch.arange(1, 11, device=model.device)[None] % model.config.vocab_size
+    with _without_hooks(model):
+        logits = []
+        for block in (tokens[:, :8], tokens[:, 8:9], tokens[:, 9:10]):
+            output = model(input_ids=block, use_cache=True, **{keyword: cache})
+            cache = output[keyword]
+            logits.append(output.logits[0, -1].float())
+    return torch.stack(logits)
+
+
+def _verify(expected: torch.Tensor, got: torch.Tensor, model) -> None:
+    error = ((got - expected).square().mean().sqrt() / expected.square().mean().sqrt()).item()
+    allowed = TOLERANCE.get(model.dtype, 3e-2)
+    if not error <= allowed:
+        raise VerificationError(
+            f"the rewritten attention of {type(model).__name__} differs from its own by {error:.2g} (relative RMS of "
+            f"logits, {allowed:.0e} allowed for {model.dtype}); the model has been left as it was"
+        )
+
+
+@contextlib.contextmanager
+def _without_hooks(model):
+    """No forward hook of the user's sees the probe."""
+    silenced = []
+    try:
+        for module in model.modules():
+            for name in ("_forward_hooks", "_forward_pre_hooks"):
+                hooks = module.__dict__[name]
+                if hooks:
+                    silenced.append((module, name, hooks))
+                    module.__dict__[name] = type(hooks)()
+        yield
+    finally:
+        for module, name, hooks in silenced:
+            module.__dict__[name] = hooks

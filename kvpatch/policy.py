@@ -1,0 +1,202 @@
+"""Eviction policies: one frozen dataclass whose fields are the axes, and presets by name."""
+
+import dataclasses
+import difflib
+import math
+import numbers
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvpatch import scoring
+
+AGGREGATIONS = ("single", "cumulative", "ema")
+COUPLINGS = ("sequential", "uniform", "per_layer", "per_head")
+HEAD_POOLS = ("mean", "max", "rms")
+NEW_TOKEN = ("mean", "zero")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What is scored, how scores become a utility, and which entries may go.
+
+    Args:
+        scorer: name of a registered scorer (`kvpatch.scoring.list_scorers()`).
+        head_pool: how query heads' scores become one, "mean", "max" or "rms"; only for scorers that use attention.
+        score_layers: "all", or the layers whose scores count (a range or a sequence of indices).
+        aggregation: "single" (the newest score), "cumulative" (sum), "ema" (``alpha m + (1 - alpha) s``).
+        alpha: weight of the past in the EMA, in [0, 1).
+        coupling: "sequential" (one utility, updated layer after layer, as InertiaKV does), "uniform" (one utility,
+            one update a step by the layers' mean), "per_layer", "per_head" (per layer and KV head).
+        refresh: scores are taken every `refresh` steps, or at the first step only ("once").
+        sinks: first positions that are never evicted.
+        recent: last positions that are never evicted.
+        reserve: prompt positions, evenly spread, that are never evicted.
+            `sinks`, `recent` and `reserve` are counts (int) or shares of the budget (float in [0, 1)).
+        rescue: at the first large eviction keep the best entry of every 16 positions before filling by rank.
+        new_token: utility that a new token starts with: "mean" of the held entries' or "zero".
+        seed: for the "random" scorer.
+        name: what reports call this policy.
+        evicts: False for "full", which keeps everything.
+
+    Raises:
+        ValueError, TypeError: for a value outside its axis or a combination that makes no sense.
+    """
+
+    name: str = "custom"
+    evicts: bool = True
+    scorer: str = "attention"
+    head_pool: str = "mean"
+    score_layers: str | Sequence[int] = "all"
+    aggregation: str = "ema"
+    alpha: float = 0.8
+    coupling: str = "sequential"
+    refresh: int | str = 1
+    sinks: int | float = 0
+    recent: int | float = 0
+    reserve: int | float = 0
+    rescue: bool = False
+    new_token: str = "mean"
+    seed: int = 0
+
+    def __post_init__(self):
+        spec = scoring.scorer(self.scorer)
+        _one_of("head_pool", self.head_pool, HEAD_POOLS)
+        _one_of("aggregation", self.aggregation, AGGREGATIONS)
+        _one_of("coupling", self.coupling, COUPLINGS)
+        _one_of("new_token", self.new_token, NEW_TOKEN)
+        if not (_is_real(self.alpha) and 0.0 <= self.alpha < 1.0):
+            raise ValueError(f"alpha must be a number in [0, 1), got {self.alpha!r}")
+        if self.refresh != "once" and not (_is_int(self.refresh) and self.refresh >= 1):
+            raise ValueError(f'refresh must be an int >= 1 or "once", got {self.refresh!r}')
+        for field in ("sinks", "recent", "reserve"):
+            value = getattr(self, field)
+            if not ((_is_int(value) and value >= 0) or (isinstance(value, float) and 0.0 <= value < 1.0)):
+                raise ValueError(f"{field} must be an int >= 0 or a float in [0, 1) (share of budget), got {value!r}")
+        if not _is_int(self.seed):
+            raise ValueError(f"seed must be an int, got {self.seed!r}")
+        if self.score_layers != "all":
+            object.__setattr__(self, "score_layers", _layers(self.score_layers))
+            if self.coupling in ("per_layer", "per_head"):
+                raise ValueError(
+                    f'score_layers={self.score_layers!r} with coupling={self.coupling!r}: layers outside it would '
+                    'have no ranking of their own; use score_layers="all" or a shared coupling'
+                )
+        if not spec.uses_attention and self.head_pool != "mean":
+            raise ValueError(
+                f"head_pool={self.head_pool!r} with scorer={self.scorer!r}: that scorer does not use attention, so "
+                'only head_pool="mean" makes sense'
+            )
+        if self.scorer == "entropy" and self.coupling == "per_head":
+            raise ValueError(
+                'scorer="entropy" with coupling="per_head": the entropy is that of a layer whose heads hold one set; '
+                "use another coupling"
+            )
+        if self.scorer == "recency" and self.refresh != 1:
+            raise ValueError(f'refresh={self.refresh!r} with scorer="recency": recency needs refresh=1')
+
+    def replace(self, **fields) -> "Policy":
+        """A copy with other fields; unknown names raise with the nearest ones."""
+        known = [f.name for f in dataclasses.fields(self)]
+        for field in fields:
+            if field not in known:
+                raise TypeError(f"unknown policy field {field!r}{_nearest(field, known)}; fields: {', '.join(known)}")
+        return dataclasses.replace(self, **fields)
+
+    def scores_at(self, step: int) -> bool:
+        """Whether decode step `step` (1, 2, ...) is a scoring step."""
+        if not self.evicts:
+            return False
+        return step == 1 if self.refresh == "once" else (step - 1) % self.refresh == 0
+
+    def scoring_layers(self, layers: int) -> tuple[int, ...]:
+        """Indices of the layers whose scores count, of a model with that many layers."""
+        if self.score_layers == "all":
+            return tuple(range(layers))
+        outside = [index for index in self.score_layers if index >= layers]
+        if outside:
+            raise ValueError(f"score_layers names layers {outside}, the model has {layers} (0 to {layers - 1})")
+        return self.score_layers
+
+    def protected(self, budget: int) -> tuple[int, int, int]:
+        """(sinks, recent, reserve) as counts under a budget of that many tokens.
+
+        Raises:
+            ValueError: if they leave no entry that may be evicted.
+        """
+        counts = tuple(_count(getattr(self, field), budget) for field in ("sinks", "recent", "reserve"))
+        if sum(counts) >= budget and sum(counts) > 0:
+            raise ValueError(
+                f"sinks + recent + reserve = {' + '.join(map(str, counts))} = {sum(counts)} must be below the budget "
+                f"of {budget} tokens"
+            )
+        return counts
+
+
+def _count(value: int | float, budget: int) -> int:
+    return math.floor(value * budget + 1e-9) if isinstance(value, float) else value
+
+
+def _one_of(field: str, value, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{field} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+def _is_int(value) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _is_real(value) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _layers(value) -> tuple[int, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence) or not value:
+        raise ValueError(f'score_layers must be "all", a range or a non-empty list of layer indices, got {value!r}')
+    if not all(_is_int(index) and index >= 0 for index in value):
+        raise ValueError(f"score_layers must hold layer indices >= 0, got {value!r}")
+    return tuple(sorted({int(index) for index in value}))
+
+
+def _nearest(name: str, known) -> str:
+    close = difflib.get_close_matches(str(name), known, n=3, cutoff=0.5)
+    return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
+
+
+_PRESETS = {
+    policy.name: policy
+    for policy in (
+        Policy("full", evicts=False),
+        Policy("inertia"),
+        Policy("inertia-lazy", refresh=4),
+        Policy("score-free", refresh="once"),
+        Policy("cumulative", aggregation="cumulative"),
+        Policy("tova", aggregation="single", coupling="per_layer"),
+        # Only the decode part of H2O: the prompt's own attention is not summed.
+        Policy("h2o-decode", aggregation="cumulative", coupling="per_head", recent=0.5),
+        # Keys keep their original rotary positions.
+        Policy("streaming-llm", scorer="recency", aggregation="single", sinks=4),
+    )
+}
+
+
+def list_policies() -> list[str]:
+    """Names that `patch` accepts."""
+    return sorted(_PRESETS)
+
+
+def resolve(policy: "str | Policy", **fields) -> Policy:
+    """The policy of that name, with some fields replaced.
+
+    Raises:
+        ValueError: for an unknown name, with the nearest known ones.
+        TypeError: for something that is neither a name nor a Policy, or an unknown field.
+    """
+    if isinstance(policy, str):
+        if policy not in _PRESETS:
+            raise ValueError(
+                f"unknown policy {policy!r}{_nearest(policy, list_policies())}; known: {', '.join(list_policies())}"
+            )
+        policy = _PRESETS[policy]
+    elif not isinstance(policy, Policy):
+        raise TypeError(f"policy must be a name or a kvpatch.Policy, got {policy!r}")
+    return policy.replace(**fields) if fields else policy

@@ -1,0 +1,51 @@
+"""Reading the prompt: the model's own forward, in blocks, into a SlotCache."""
+
+import torch
+from torch import Tensor
+
+# A padded prompt needs a [rows, 1, queries, keys] mask and so does every block but the first; eager attention
+# materialises the weights themselves.
+MASKED_BLOCK = 1024
+PLAIN_BLOCK = 8192
+
+
+def block_length(columns: int, padded: bool, implementation: str) -> int:
+    """Queries a block, so that no tensor of length x length is ever made."""
+    if columns <= MASKED_BLOCK:
+        return columns
+    return MASKED_BLOCK if padded or implementation == "eager" or columns > PLAIN_BLOCK else columns
+
+
+def read_prompt(
+    model, base, keyword: str, cache, input_ids: Tensor, mask: Tensor | None, position_ids: Tensor | None
+) -> Tensor:
+    """Read the whole prompt into the cache.
+
+    Args:
+        model, base: the causal LM and its base model (patched).
+        keyword: name of the cache argument.
+        cache: an empty SlotCache; mutated.
+        input_ids: [B, L] int64.   mask: [B, L] or None.   position_ids: [B, L] or None.
+
+    Returns:
+        logits after the last column, [B, V].
+    """
+    columns = input_ids.shape[1]
+    size = block_length(columns, mask is not None, model.config._attn_implementation)
+    cache.expect(columns)
+    for start in range(0, columns, size):
+        end = min(start + size, columns)
+        inputs = {
+            "input_ids": input_ids[:, start:end],
+            "attention_mask": None if mask is None else mask[:, :end],
+            "position_ids": torch.arange(start, end, device=input_ids.device)[None]
+            if position_ids is None
+            else position_ids[:, start:end],
+            keyword: cache,
+            "use_cache": True,
+        }
+        if end < columns:
+            base(**inputs)
+    logits = model(**inputs, logits_to_keep=1).logits[:, -1]
+    cache.end_prefill()
+    return logits

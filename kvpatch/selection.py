@@ -1,0 +1,97 @@
+"""Which entries stay: protection, the next victim, and the first large cut.
+
+Shapes: Lc is the number of layers with a ranking of their own (1 where all share one), Gc the same for KV heads, B rows,
+n slots. Everything is one tensor operation over all layers, rows and heads.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+RESCUE_BLOCK = 16
+
+
+class Rows(NamedTuple):
+    """Per-row limits, each [B] int64: budget (tokens held between steps), protected counts, prompt length."""
+
+    budget: Tensor
+    sinks: Tensor
+    recent: Tensor
+    reserve: Tensor
+    prompt: Tensor
+
+
+def per_row(values: Tensor) -> Tensor:
+    """[B] as [1, B, 1, 1], to meet [Lc, B, Gc, n]."""
+    return values[None, :, None, None]
+
+
+def protected(positions: Tensor, newest: Tensor, rows: Rows) -> Tensor:
+    """Entries that are never evicted.
+
+    Args:
+        positions: [Lc, B, Gc, n] int64.
+        newest: [B] int64, position of the newest token.
+    """
+    sinks = positions < per_row(rows.sinks)
+    recent = positions > per_row(newest - rows.recent)
+    return sinks | recent | reserved(positions, per_row(rows.prompt), per_row(rows.reserve))
+
+
+def reserved(positions: Tensor, prompt: Tensor, count: Tensor) -> Tensor:
+    """Whether a position is floor(j * prompt / count) for some j in 0..count-1, in integers only."""
+    first = (positions * count + prompt - 1) // prompt
+    return (first * prompt < (positions + 1) * count) & (positions < prompt)
+
+
+def victims(utility: Tensor, positions: Tensor, eligible: Tensor) -> Tensor:
+    """Slot of the lowest utility, ties by lowest position, among the eligible: [Lc, B, Gc] int64.
+
+    Where nothing is eligible the result is slot 0; the policy's limits rule that out.
+    """
+    held = torch.where(eligible, utility, torch.inf)
+    lowest = held == held.amin(-1, keepdim=True)
+    last = torch.iinfo(positions.dtype).max
+    return torch.where(lowest & eligible, positions, last).argmin(-1)
+
+
+def first_cut(utility: Tensor, valid: Tensor, shielded: Tensor, budget: Tensor, rescue: bool) -> Tensor:
+    """Entries that stay when a row's whole prompt is cut to its budget; slot i holds position i.
+
+    Args:
+        utility: [Lc, B, Gc, n].
+        valid, shielded: bool of that shape; shielded entries (`protected`) go last.
+        budget: [B] int64.
+        rescue: keep the best of every 16 positions of a row that loses more than one entry, before filling by rank.
+
+    Returns:
+        [Lc, B, Gc, n] bool, min(held, budget) entries a row.
+    """
+    slots = utility.shape[-1]
+    held = valid.sum(-1, keepdim=True)
+    kept = torch.minimum(held, per_row(budget))
+    tier = valid.to(torch.int8) + 2 * (shielded & valid)
+    if rescue:
+        tier = tier + (block_best(utility, valid) & valid & (held - kept > 1)).to(torch.int8)
+    # Stable sorts from the minor key to the major one: position (the order of slots), utility, tier.
+    order = utility.argsort(dim=-1, stable=True)
+    order = order.gather(-1, tier.gather(-1, order).argsort(dim=-1, stable=True))
+    rank = torch.arange(slots, device=utility.device).expand_as(order)
+    return torch.zeros_like(valid).scatter(-1, order, rank >= slots - kept)
+
+
+def block_best(utility: Tensor, valid: Tensor) -> Tensor:
+    """The entry of highest utility (then highest position) of every block of 16 slots, as a bool mask."""
+    *lead, slots = utility.shape
+    blocks = -(-slots // RESCUE_BLOCK)
+    padded = utility.new_full((*lead, blocks * RESCUE_BLOCK), -torch.inf)
+    padded[..., :slots] = torch.where(valid, utility, -torch.inf)
+    padded = padded.view(*lead, blocks, RESCUE_BLOCK)
+    best = RESCUE_BLOCK - 1 - padded.flip(-1).argmax(-1, keepdim=True)
+    return torch.zeros_like(padded, dtype=torch.bool).scatter(-1, best, True).view(*lead, -1)[..., :slots]
+
+
+def kept_order(keep: Tensor, size: int) -> Tensor:
+    """Slots to keep, in order of position, filled up with others: [Lc, B, Gc, size] int64."""
+    return (~keep).to(torch.int8).argsort(dim=-1, stable=True)[..., :size]

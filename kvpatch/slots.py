@@ -1,0 +1,196 @@
+"""The slots of one batch: static buffers, utility, positions, the free slot, and what one decode step does to them.
+
+Pure tensor code. Shapes: B rows, G KV heads, D head size, C capacity (slots allocated), n slots that a step reads; Lc
+layers and Gc KV heads with a ranking of their own (1 where one is shared), Q rankings of the policy (one, today).
+
+Invariant: when a step attends, the valid entries of a row are exactly slots 0..length-1. Between steps at most one of
+them is free, the last victim; a growing row's free slot is the one behind its last entry.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvpatch import aggregation, scoring, selection
+from kvpatch.policy import Policy
+
+MULTIPLE = 64  # capacities are rounded up to this
+
+
+class LayerSlots(NamedTuple):
+    """One layer's tensors during a decode step; `attend` updates keys, values and utility in place.
+
+    keys, values: [B, G, C, D].   utility: [Q, B, Gc, C] (the coupling's own accumulator).
+    positions: [B, Gc, C] int64.   free, length: [B, Gc] int64.   index: [n] int64, 0..n-1.
+    attend: (slots, q [B, H, 1, D], k, v [B, G, 1, D], scale) -> output [B, 1, H, D].
+    """
+
+    keys: Tensor
+    values: Tensor
+    utility: Tensor
+    positions: Tensor
+    free: Tensor
+    length: Tensor
+    index: Tensor
+    attend: Callable
+
+
+@functools.lru_cache(maxsize=None)  # compiled code is guarded by this function's identity
+def make_attend(policy: Policy, scorer: scoring.Scorer, decode: Callable, scores: bool) -> Callable:
+    """The attention of one layer at one kind of step, for `LayerSlots.attend`."""
+    # With one update a step the layers only add up; `finish` applies the policy's own rule to their mean.
+    rule = "cumulative" if policy.coupling == "uniform" else policy.aggregation
+    shared_heads = policy.coupling != "per_head"
+
+    def attend(slots: LayerSlots, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        batch, groups = k.shape[:2]
+        n = slots.index.shape[0]
+        rows = torch.arange(batch, device=k.device)[:, None]
+        heads = torch.arange(groups, device=k.device)[None]
+        # index_put, not scatter_: inductor clones the whole buffer for the latter.
+        slots.keys[rows, heads, slots.free] = k[:, :, 0]
+        slots.values[rows, heads, slots.free] = v[:, :, 0]
+        keys, values = slots.keys[:, :, :n], slots.values[:, :, :n]
+        valid = slots.index < slots.length[..., None]
+        output, weights = decode(q, keys, values, valid, scale)
+        if scores:
+            scene = scoring.Scene(
+                weights, keys, values, slots.positions[..., :n], valid, policy.head_pool, policy.seed
+            )
+            score = scorer.score(scene).expand(batch, groups, n)
+            if shared_heads:
+                score = scoring.pool(score, policy.head_pool if scorer.uses_attention else "mean", 1)
+            utility = slots.utility[0, :, :, :n]
+            new = aggregation.aggregate(utility, score, rule, policy.alpha)
+            slots.utility[0, :, :, :n] = torch.where(valid, new, utility)
+        return output
+
+    return attend
+
+
+class Ledger(NamedTuple):
+    """Everything that decides who goes next, for all layers at once.
+
+    utility: [Q, Lc, B, Gc, C].   pending: the same with Lc = Gc = 1 for coupling "uniform" (sum over layers), else [0].
+    positions: [Lc, B, Gc, C] int64.   free, length: [Lc, B, Gc] int64.   newest: [B] int64, position of the newest token.
+    active: [B] bool, False for rows that are done.   rows: per-row limits.   index: [n] int64.
+    """
+
+    utility: Tensor
+    pending: Tensor
+    positions: Tensor
+    free: Tensor
+    length: Tensor
+    newest: Tensor
+    active: Tensor
+    rows: selection.Rows
+    index: Tensor
+
+
+def begin(ledger: Ledger, policy: Policy) -> None:
+    """Admit the new token: its slot, its position, its first utility. Mutates utility, positions, length, newest."""
+    n = ledger.index.shape[0]
+    ledger.newest.add_(1)
+    free = ledger.free[..., None]
+    ledger.positions.scatter_(-1, free, ledger.newest[None, :, None, None].expand_as(free))
+    if policy.evicts:
+        utility = ledger.utility[..., :n]
+        if policy.new_token == "mean":
+            held = (ledger.index < ledger.length[..., None]) & (ledger.index != free)
+            start = torch.where(held, utility, 0.0).sum(-1, keepdim=True) / held.sum(-1, keepdim=True).clamp_min(1)
+        else:
+            start = torch.zeros_like(utility[..., :1])
+        ledger.utility.scatter_(-1, free.expand_as(start), start)
+    torch.maximum(ledger.length, ledger.free + 1, out=ledger.length)
+
+
+def finish(ledger: Ledger, policy: Policy, scored: int) -> None:
+    """Choose each row's next free slot: the victim once the budget is exceeded. Mutates free, utility and pending.
+
+    Args:
+        scored: layers that scored in this step (0 on a plain step).
+    """
+    n = ledger.index.shape[0]
+    if scored and policy.coupling == "uniform":
+        utility, mean = ledger.utility[..., :n], ledger.pending[..., :n] / scored
+        ledger.utility[..., :n] = aggregation.aggregate(utility, mean, policy.aggregation, policy.alpha)
+        ledger.pending.zero_()
+    following = ledger.length
+    if policy.evicts:
+        positions = ledger.positions[..., :n]
+        eligible = ledger.index < ledger.length[..., None]
+        if policy.sinks or policy.recent or policy.reserve:
+            eligible = eligible & ~selection.protected(positions, ledger.newest, ledger.rows)
+        victim = selection.victims(ledger.utility[0, ..., :n], positions, eligible)
+        following = torch.where(ledger.length > ledger.rows.budget[None, :, None], victim, following)
+    ledger.free.copy_(torch.where(ledger.active[None, :, None], following, ledger.free))
+
+
+class Buffers:
+    """Keys, values and per-slot bookkeeping of one capacity.
+
+    keys, values: per layer [B, G, C, D], None once given back.   utility, pending, positions: as in `Ledger`.
+    """
+
+    def __init__(self, shape: "Shape", batch: int, capacity: int):
+        self.shape, self.batch, self.capacity = shape, batch, capacity
+        like = {"dtype": shape.dtype, "device": shape.device}
+        size = (batch, shape.kv_heads, capacity, shape.head_dim)
+        # Zeros, not empty: a slot that no row has written yet is multiplied by a weight of 0 and must be finite.
+        self.keys: list[Tensor | None] = [torch.zeros(size, **like) for _ in range(shape.layers)]
+        self.values: list[Tensor | None] = [torch.zeros(size, **like) for _ in range(shape.layers)]
+        accumulated = torch.promote_types(shape.dtype, torch.float32)
+        lead = (shape.ranked_layers, batch, shape.ranked_heads)
+        self.utility = torch.zeros(1, *lead, capacity, dtype=accumulated, device=shape.device)
+        self.positions = torch.zeros(*lead, capacity, dtype=torch.int64, device=shape.device)
+        uniform = capacity if shape.uniform else 0
+        self.pending = torch.zeros(1, 1, batch, 1, uniform, dtype=accumulated, device=shape.device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated now."""
+        tensors = [*self.keys, *self.values, self.utility, self.positions, self.pending]
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+class Shape(NamedTuple):
+    """What the buffers' shapes follow from, beside batch and capacity."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    ranked_layers: int
+    ranked_heads: int
+    uniform: bool
+
+    @classmethod
+    def of(cls, policy: Policy, layers: int, k: Tensor) -> "Shape":
+        """The shape for keys like k [B, G, q, D] under a policy."""
+        own_layers = policy.coupling in ("per_layer", "per_head")
+        return cls(
+            layers=layers,
+            kv_heads=k.shape[1],
+            head_dim=k.shape[3],
+            dtype=k.dtype,
+            device=k.device,
+            ranked_layers=layers if own_layers else 1,
+            ranked_heads=k.shape[1] if policy.coupling == "per_head" else 1,
+            uniform=policy.coupling == "uniform",
+        )
+
+
+def mark_dynamic(tensor: Tensor, slots_dim: int | None, rows_dim: int | None) -> None:
+    """Tell the compiler that these dimensions vary between calls, so that one graph serves all sizes."""
+    for dim in (slots_dim, rows_dim):
+        if dim is not None and tensor.shape[dim] > 1:
+            torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def round_up(slots: int) -> int:
+    """The capacity for that many slots."""
+    return -(-slots // MULTIPLE) * MULTIPLE

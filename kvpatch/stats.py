@@ -1,0 +1,78 @@
+"""What a patched model did: counters that say whether eviction, compilation and memory are what was promised."""
+
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+
+STEP_TIMES_KEPT = 4096
+
+
+@dataclass
+class Stats:
+    """Counters of the last generation (held to step_seconds) and of the handle's life (compiles, recompiles, peak).
+
+    held: tokens that the fullest row holds now.   evicted: tokens dropped so far, over all rows.
+    refreshes: scoring steps.   steps: decode steps.   peak_cache_bytes: largest sum of allocated cache buffers.
+    compiles: graphs compiled.   recompiles: graphs compiled for a kind of call that had one already.
+    """
+
+    held: int = 0
+    evicted: int = 0
+    refreshes: int = 0
+    steps: int = 0
+    prompt: list[int] = field(default_factory=list)
+    budget: list[int | None] = field(default_factory=list)
+    peak_cache_bytes: int = 0
+    cache_bytes: int = 0
+    compiles: int = 0
+    recompiles: int = 0
+    compile_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    step_seconds: deque = field(default_factory=lambda: deque(maxlen=STEP_TIMES_KEPT))
+
+    def begin(self) -> None:
+        """A new generation: its counters start at zero."""
+        self.held = self.evicted = self.refreshes = self.steps = 0
+        self.prefill_seconds = 0.0
+        self.peak_cache_bytes = self.cache_bytes
+        self.step_seconds.clear()
+
+    def note_bytes(self, live: int) -> None:
+        """Cache buffers now come to that many bytes."""
+        self.cache_bytes = live
+        self.peak_cache_bytes = max(self.peak_cache_bytes, live)
+
+    def note_rows(self, prompt: list[int], limits: list[int | None]) -> None:
+        """Rows of the generation that begins."""
+        self.prompt, self.budget = list(prompt), list(limits)
+        self.held = max(prompt)
+
+    def note_step(self, scored: bool, step: int, prompt: list[int], limits: list[int | None]) -> None:
+        """Decode step `step` is done; every row has seen its prompt and `step` tokens more."""
+        self.steps = step
+        self.refreshes += scored
+        seen = [length + step for length in prompt]
+        held = [count if limit is None else min(count, limit) for count, limit in zip(seen, limits, strict=True)]
+        self.held, self.evicted = max(held), sum(seen) - sum(held)
+
+    def to_dict(self) -> dict:
+        """Plain numbers, with p20, p50 and p80 of the step times in seconds."""
+        plain = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "step_seconds"}
+        times = sorted(self.step_seconds)
+        for share in (20, 50, 80):
+            plain[f"step_seconds_p{share}"] = times[min(len(times) - 1, len(times) * share // 100)] if times else None
+        return plain
+
+    def __str__(self) -> str:
+        times = list(self.step_seconds)
+        speed = f"{1.0 / statistics.median(times):,.1f} steps/s (median)" if times else "no steps timed"
+        budget = sorted({"none" if limit is None else str(limit) for limit in self.budget})
+        return "\n".join(
+            (
+                f"held       {self.held:,} tokens a row (budget {', '.join(budget) or '-'})",
+                f"evicted    {self.evicted:,} over {len(self.prompt)} row(s)",
+                f"steps      {self.steps:,}, {self.refreshes:,} of them scored; {speed}",
+                f"cache      {self.cache_bytes / 2**20:,.1f} MiB now, {self.peak_cache_bytes / 2**20:,.1f} MiB at its peak",
+                f"compiled   {self.compiles} graph(s) in {self.compile_seconds:.1f} s, {self.recompiles} recompiled",
+            )
+        )

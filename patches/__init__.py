@@ -1,0 +1,140 @@
+"""Architectures that kvpatch can patch: one module each, holding only what differs.
+
+A module offers `MODEL_TYPES` (of the config), `find_parts(model)` and `project(attention, hidden, position_embeddings)`.
+Nothing here knows of policies: `attend` comes in with the slots.
+"""
+
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kvpatch.errors import UnsupportedModelError
+
+_MODULES = ("llama",)
+
+
+class Parts(NamedTuple):
+    """The pieces of a decoder-only model that a decode step calls, in order."""
+
+    base: nn.Module
+    embed: nn.Module
+    rotary: nn.Module
+    layers: list[nn.Module]
+    attentions: list[nn.Module]
+    norm: nn.Module
+    head: nn.Module
+
+
+class Architecture(NamedTuple):
+    """A patch module's entry: its name, the config's model types, and its two functions."""
+
+    name: str
+    model_types: tuple[str, ...]
+    find_parts: Callable[[nn.Module], Parts]
+    project: Callable[[nn.Module, Tensor, tuple[Tensor, Tensor]], tuple[Tensor, Tensor, Tensor]]
+    check: Callable[[object], None]
+
+
+def architectures() -> list[Architecture]:
+    """All supported architectures."""
+    found = []
+    for name in _MODULES:
+        module = importlib.import_module(f"{__name__}.{name}")
+        found.append(Architecture(name, module.MODEL_TYPES, module.find_parts, module.project, module.check))
+    return found
+
+
+def find(model: nn.Module) -> Architecture:
+    """The architecture of a loaded model.
+
+    Raises:
+        UnsupportedModelError: naming the model type and what is supported.
+    """
+    config = getattr(model, "config", None)
+    if config is None:
+        raise UnsupportedModelError(f"model must be a loaded transformers model, got {type(model).__name__}")
+    supported = ", ".join(sorted(kind for entry in architectures() for kind in entry.model_types))
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is an encoder-decoder; kvpatch supports decoder-only models: {supported}"
+        )
+    for entry in architectures():
+        if config.model_type in entry.model_types:
+            if not hasattr(model, "lm_head"):
+                raise UnsupportedModelError(
+                    f"{type(model).__name__} has no lm_head; load the model with AutoModelForCausalLM"
+                )
+            entry.check(config)
+            return entry
+    raise UnsupportedModelError(
+        f"model_type {config.model_type!r} ({type(model).__name__}) has no patch module; supported: {supported}"
+    )
+
+
+def cache_keyword(attention: nn.Module) -> str:
+    """What this release of transformers calls the cache argument: "cache", before 5.24 "past_key_values"."""
+    forward = inspect.unwrap(type(attention).forward)
+    names = inspect.signature(forward).parameters
+    for name in ("cache", "past_key_values"):
+        if name in names:
+            return name
+    raise UnsupportedModelError(
+        f"{type(attention).__name__}.forward takes neither `cache` nor `past_key_values`; this release of "
+        "transformers is not supported"
+    )
+
+
+def rewritten_forward(original: Callable, project: Callable, keyword: str, slots_of: Callable) -> Callable:
+    """An attention forward that decodes over slots, and is the original in every other case.
+
+    Args:
+        original: the forward that stood there, bound.
+        project: (attention, hidden [B, 1, E], position_embeddings) -> q [B, H, 1, D], k and v [B, G, 1, D], rotated.
+        keyword: name of the cache argument.
+        slots_of: (cache, layer index) -> the layer's slots, or None where the cache is not ours or reads the prompt.
+    """
+
+    def forward(self, hidden_states: Tensor, position_embeddings=None, attention_mask=None, slots=None, **kwargs):
+        if slots is None and kwargs.get(keyword) is not None:
+            slots = slots_of(kwargs[keyword], self.layer_idx)
+        if slots is None:
+            return original(
+                hidden_states=hidden_states,
+                position_embeddings=position_embeddings,
+                attention_mask=attention_mask,
+                **kwargs,
+            )
+        q, k, v = project(self, hidden_states, position_embeddings)
+        output = slots.attend(slots, q, k, v, self.scaling)
+        return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), None
+
+    return forward
+
+
+def split_heads(states: Tensor, width: int) -> Tensor:
+    """[B, q, heads * D] to [B, heads, q, D]."""
+    return states.view(*states.shape[:-1], -1, width).transpose(1, 2)
+
+
+def standard_parts(model: nn.Module) -> Parts:
+    """The parts of a model laid out as Llama's."""
+    base = model.model
+    layers = list(base.layers[: base.config.num_hidden_layers])
+    return Parts(
+        base, base.embed_tokens, base.rotary_emb, layers, [layer.self_attn for layer in layers], base.norm, model.lm_head
+    )
+
+
+def rotate(q: Tensor, k: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Rotary embedding in the half-split layout: q, k [B, heads, q, D], cos and sin [B, q, D]."""
+    cos, sin = (part.unsqueeze(1) for part in position_embeddings)
+    return q * cos + _half_turned(q) * sin, k * cos + _half_turned(k) * sin
+
+
+def _half_turned(states: Tensor) -> Tensor:
+    first, second = states.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)

@@ -1,0 +1,1 @@
+"""Tuned profiles, benchmark records and recipes: data files, importable as ``kvpatch.profiles``."""

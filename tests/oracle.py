@@ -1,0 +1,424 @@
+"""A naive float64 simulator of KV-cache eviction during decoding: the reference for testing fast code.
+
+It runs an ordinary transformers ``LlamaForCausalLM`` one row at a time, module by module, and writes
+attention, scores, utilities and eviction out as plain loops over layers, heads and cached positions. Nothing
+here is meant to be fast, and nothing here is shared with the library.
+
+Notation (shared/methods.md): layer l, query head h, KV head g (a group of R = H/G query heads), prompt length
+L0, decode step t = 1, 2, ..., cached position i, attention weight a_h(i) of the newest query, budget B.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+CHOICES = {
+    "scorer": ("attention", "vnorm", "entropy", "keydiff", "knorm", "recency", "random"),
+    "head_pool": ("mean", "max", "rms"),
+    "aggregation": ("single", "cumulative", "ema"),
+    "coupling": ("sequential", "uniform", "per_layer", "per_head"),
+    "new_token": ("mean", "zero"),
+}
+USES_ATTENTION = ("attention", "vnorm", "entropy")
+BLOCK = 16  # rescue keeps the best entry of every block of this many positions
+
+
+@dataclass(frozen=True)
+class Axes:
+    """One point on the axes of methods.md section 3; the defaults are those of section 1."""
+
+    scorer: str = "attention"
+    head_pool: str = "mean"
+    aggregation: str = "ema"
+    alpha: float = 0.8
+    coupling: str = "sequential"
+    score_layers: object = "all"  # "all" or a tuple of layer indices, counted from 0
+    refresh: object = 1  # score on steps with (t - 1) % refresh == 0, or "once": step 1 alone
+    sinks: object = 0  # these three: an int is a count, a float a share of B
+    recent: object = 0
+    reserve: object = 0
+    rescue: bool = False
+    new_token: str = "mean"
+    seed: int = 0
+
+    def __post_init__(self):
+        for field, allowed in CHOICES.items():
+            if getattr(self, field) not in allowed:
+                raise ValueError(f"{field} must be one of {allowed}, not {getattr(self, field)!r}")
+        if self.refresh != "once" and self.refresh < 1:
+            raise ValueError("refresh must be at least 1, or 'once'")
+        if self.scorer not in USES_ATTENTION and self.head_pool != "mean":
+            raise ValueError(f"scorer {self.scorer!r} reads no attention: its head_pool can only be 'mean'")
+        if self.score_layers != "all" and self.coupling in ("per_layer", "per_head"):
+            raise ValueError(f"score_layers cannot be combined with coupling {self.coupling!r}")
+
+
+def share_or_count(value, whole):
+    """An int is a count; a float x is floor(x * whole + 1e-9)."""
+    return math.floor(value * whole + 1e-9) if isinstance(value, float) else value
+
+
+def tokens_kept(budget, prompt_length, min_budget=64):
+    """B, the number of entries kept; None means no eviction.
+
+    None, "full" and 1.0: no eviction. A float x in (0, 1): max(floor(x * L0 + 1e-9), min_budget).
+    An int: that many tokens.
+    """
+    if budget is None or budget == "full":
+        return None
+    if isinstance(budget, float):
+        if budget == 1.0:
+            return None
+        if not 0.0 < budget < 1.0:
+            raise ValueError(f"a float budget is a share in (0, 1], not {budget}")
+        return max(share_or_count(budget, prompt_length), min_budget)
+    if budget < 1:
+        raise ValueError(f"an int budget is a number of tokens, at least 1, not {budget}")
+    return budget
+
+
+def mean(numbers):
+    numbers = list(numbers)
+    return math.fsum(numbers) / len(numbers)
+
+
+def pool(numbers, kind):
+    """mean, max, or rms = sqrt(mean of squares) of a few numbers."""
+    if kind == "max":
+        return max(numbers)
+    if kind == "rms":
+        return math.sqrt(mean(x * x for x in numbers))
+    return mean(numbers)
+
+
+def aggregate(rule, alpha, utility, score):
+    """single: m = s. cumulative: m = m + s. ema: m = alpha m + (1 - alpha) s."""
+    if rule == "single":
+        return score
+    if rule == "cumulative":
+        return utility + score
+    return alpha * utility + (1.0 - alpha) * score
+
+
+def random_score(seed, position):
+    """A hash of seed and position in [0, 1), in 32-bit arithmetic."""
+    x = (position * 2654435761 + seed * 40503 + 12345) % 2**32
+    x ^= x >> 16
+    x = (x * 2246822519) % 2**32
+    x ^= x >> 13
+    x = (x * 3266489917) % 2**32
+    x ^= x >> 16
+    return x / 2**32
+
+
+def clamped_norm(vector):
+    return max(float(vector.norm()), 1e-12)
+
+
+class Row:
+    """One batch row, alone: its own unpadded prompt at positions 0 .. L0-1, its own cache and utilities."""
+
+    def __init__(self, model, axes, budget, min_budget=64):
+        if next(model.parameters()).dtype != torch.float64:
+            raise ValueError("the simulated model must be in float64")
+        self.model, self.axes, self.budget, self.min_budget = model, axes, budget, min_budget
+        self.layers = list(model.model.layers)
+        self.kv_heads = model.config.num_key_value_heads
+        self.group = model.config.num_attention_heads // self.kv_heads
+        everything = tuple(range(len(self.layers)))
+        self.scored_layers = everything if axes.score_layers == "all" else tuple(axes.score_layers)
+        if not self.scored_layers or not set(self.scored_layers) <= set(everything):
+            raise ValueError(f"score_layers {axes.score_layers} must name some of the layers {everything}")
+        self.step_number = 0
+        self.adopted = 0
+
+    # ---- what the caller reads
+
+    @property
+    def retained(self):
+        """[layer][kv_head] -> the original positions held, ascending."""
+        return [[sorted(held) for held in layer] for layer in self.keys]
+
+    def utility(self, layer, head):
+        """position -> utility of every entry that this layer and KV head hold."""
+        return dict(self.utilities[self.ranking(layer, head)])
+
+    # ---- the run
+
+    @torch.no_grad()
+    def prefill(self, prompt):
+        """Full causal attention over the prompt; all of it is cached, with utility 0. Returns last logits."""
+        self.prompt_length = len(prompt)
+        self.kept = tokens_kept(self.budget, self.prompt_length, self.min_budget)
+        self.count_protected()
+        positions = list(range(self.prompt_length))
+        # [layer][kv_head]: {position: key after RoPE}, {position: value}
+        self.keys = [[{} for _ in range(self.kv_heads)] for _ in self.layers]
+        self.values = [[{} for _ in range(self.kv_heads)] for _ in self.layers]
+        self.utilities = {}  # ranking -> {position: utility}
+        for l in range(len(self.layers)):
+            for g in range(self.kv_heads):
+                self.utilities[self.ranking(l, g)] = {i: 0.0 for i in positions}
+        hidden = self.embed(prompt)
+        for l in range(len(self.layers)):
+            queries = self.append(l, hidden, positions)
+            rows = []
+            for i in positions:
+                seen = positions[: i + 1]
+                outputs = [self.attend(l, h, queries[h][i], seen)[1] for h in range(len(queries))]
+                rows.append(torch.cat(outputs))
+            hidden = self.finish_layer(l, hidden, torch.stack(rows))
+        return self.logits(hidden)
+
+    @torch.no_grad()
+    def step(self, token, observed=None, tolerance=1e-6):
+        """Step t: feeds `token` at position L0 + t - 1, scores, aggregates, evicts. Returns the logits.
+
+        `observed`, [layer][kv_head] -> positions, is what the implementation under test holds after this
+        step. Where it differs from the choice made here by a near-tie only, it is adopted; otherwise
+        AssertionError.
+        """
+        self.step_number += 1
+        newest = self.prompt_length + self.step_number - 1
+        for utility in self.utilities.values():
+            utility[newest] = mean(utility.values()) if self.axes.new_token == "mean" else 0.0
+        refresh = self.axes.refresh
+        scoring = self.step_number == 1 if refresh == "once" else (self.step_number - 1) % refresh == 0
+
+        collected = []  # uniform coupling: the scores of every scoring layer
+        hidden = self.embed([token])
+        for l in range(len(self.layers)):
+            queries = self.append(l, hidden, [newest])
+            attention, outputs = [], []  # attention[h] = {position: a_h(position)}
+            for h in range(len(queries)):
+                held = sorted(self.keys[l][h // self.group])
+                weights, output = self.attend(l, h, queries[h][0], held)
+                attention.append(dict(zip(held, weights, strict=True)))
+                outputs.append(output)
+            hidden = self.finish_layer(l, hidden, torch.cat(outputs)[None])
+            if not scoring or l not in self.scored_layers:
+                continue
+            per_head = self.head_scores(l, attention)
+            if self.axes.coupling == "per_head":
+                for g in range(self.kv_heads):
+                    self.update((l, g), per_head[g])
+                continue
+            scores = self.pool_kv_heads(per_head)
+            if self.axes.coupling == "uniform":
+                collected.append(scores)
+            else:  # sequential: the one shared utility, layer after layer; per_layer: this layer's own
+                self.update(self.ranking(l, 0), scores)
+        if collected:
+            self.update(("all", "all"), {i: mean(s[i] for s in collected) for i in collected[0]})
+
+        self.evict(newest, observed, tolerance)
+        return self.logits(hidden)
+
+    # ---- scores and utilities
+
+    def ranking(self, layer, head):
+        """The ranking that this layer and KV head follow: one in all, one per layer, or one each."""
+        if self.axes.coupling == "per_head":
+            return (layer, head)
+        if self.axes.coupling == "per_layer":
+            return (layer, "all")
+        return ("all", "all")
+
+    def update(self, ranking, scores):
+        """One application of the aggregation rule to every entry of one ranking."""
+        utility = self.utilities[ranking]
+        assert set(utility) == set(scores)
+        for i in utility:
+            utility[i] = aggregate(self.axes.aggregation, self.axes.alpha, utility[i], scores[i])
+
+    def head_scores(self, l, attention):
+        """Per KV head g of layer l: {position: score}. `attention[h]` is {position: a_h(position)}.
+
+        attention: pool over the group of a_h(i).  vnorm: pool of a_h(i) * ||v_i|| / mean_j ||v_j||.
+        entropy: the attention score times H(mean_h a_h) / log(held), one scalar of the layer.
+        keydiff: -cos(k_i, mean_j k_j / ||k_j||).  knorm: -||k_i||.  recency: i.  random: hash of seed and i.
+        """
+        scorer = self.axes.scorer
+        scalar = self.layer_entropy(attention) if scorer == "entropy" else 1.0
+        result = []
+        for g in range(self.kv_heads):
+            keys, values = self.keys[l][g], self.values[l][g]
+            heads = range(g * self.group, (g + 1) * self.group)
+            if scorer == "attention":
+                scores = {i: pool([attention[h][i] for h in heads], self.axes.head_pool) for i in keys}
+            elif scorer == "entropy":
+                scores = {i: pool([attention[h][i] for h in heads], self.axes.head_pool) for i in keys}
+                scores = {i: scalar * scores[i] for i in keys}
+            elif scorer == "vnorm":
+                norms = {i: float(values[i].norm()) for i in values}
+                average = mean(norms.values())
+                scores = {}
+                for i in keys:
+                    weighted = [attention[h][i] * norms[i] / average for h in heads]
+                    scores[i] = pool(weighted, self.axes.head_pool)
+            elif scorer == "keydiff":
+                centre = sum(k / clamped_norm(k) for k in keys.values()) / len(keys)
+                length = clamped_norm(centre)
+                scores = {i: -float(k @ centre) / (clamped_norm(k) * length) for i, k in keys.items()}
+            elif scorer == "knorm":
+                scores = {i: -float(k.norm()) for i, k in keys.items()}
+            elif scorer == "recency":
+                scores = {i: float(i) for i in keys}
+            else:
+                scores = {i: random_score(self.axes.seed, i) for i in keys}
+            result.append(scores)
+        return result
+
+    def layer_entropy(self, attention):
+        """-sum_i p(i) log p(i) / log(held), p = the mean of a_h over ALL query heads of the layer.
+
+        Where the heads hold different positions (per_head), a position that a head lacks has a_h = 0 there.
+        """
+        entropy = 0.0
+        for i in sorted(set().union(*attention)):
+            p = mean(a.get(i, 0.0) for a in attention)
+            if p > 0.0:
+                entropy -= p * math.log(p)
+        return entropy / math.log(len(attention[0]))
+
+    def pool_kv_heads(self, per_head):
+        """{position: score} of a layer: head_pool over its KV heads (scorers without attention: the mean)."""
+        return {i: pool([scores[i] for scores in per_head], self.axes.head_pool) for i in per_head[0]}
+
+    # ---- eviction
+
+    def count_protected(self):
+        """The three counts; sinks + recent + reserve must stay below B."""
+        if self.kept is None:
+            return
+        axes, kept = self.axes, self.kept
+        self.sinks, self.recent, self.reserve = (
+            share_or_count(x, kept) for x in (axes.sinks, axes.recent, axes.reserve)
+        )
+        if self.sinks + self.recent + self.reserve >= kept:
+            counts = f"{self.sinks} + {self.recent} + {self.reserve}"
+            raise ValueError(f"sinks + recent + reserve = {counts} must stay below the budget of {kept}")
+
+    def protected(self, i, newest):
+        """positions < sinks; positions > newest - recent; floor(j * L0 / R) for j = 0 .. R-1."""
+        reserved = [j * self.prompt_length // self.reserve for j in range(self.reserve)]
+        return i < self.sinks or i > newest - self.recent or i in reserved
+
+    def evict(self, newest, observed, tolerance):
+        """Down to B, once per step: lowest utility first, then lowest position; never a protected entry.
+
+        rescue, at step 1 if more than one has to go: the best entry of every block goes after all others.
+        """
+        adopted = False
+        for ranking, utility in self.utilities.items():
+            excess = 0 if self.kept is None else max(len(utility) - self.kept, 0)
+            guarded = [] if self.kept is None else [i for i in utility if self.protected(i, newest)]
+            rescuing = self.axes.rescue and self.step_number == 1 and excess > 1
+            rescued = self.best_of_blocks(utility) if rescuing else []
+            order = sorted(set(utility) - set(guarded), key=lambda i: (i in rescued, utility[i], i))
+            dropped = set(order[:excess])
+            members = [
+                (l, g)
+                for l in range(len(self.layers))
+                for g in range(self.kv_heads)
+                if self.ranking(l, g) == ranking
+            ]
+            if observed is not None:
+                own = dropped
+                dropped = self.check_observed(members, utility, own, guarded, rescuing, observed, tolerance)
+                adopted = adopted or dropped != own
+            for i in dropped:
+                del utility[i]
+                for l, g in members:
+                    del self.keys[l][g][i]
+                    del self.values[l][g][i]
+        self.adopted += adopted
+
+    def best_of_blocks(self, utility):
+        """Of every block floor(position / 16), the entry of highest utility, then highest position."""
+        best = {}
+        for i in utility:
+            block = i // BLOCK
+            if block not in best or (utility[i], i) > (utility[best[block]], best[block]):
+                best[block] = i
+        return list(best.values())
+
+    def check_observed(self, members, utility, dropped, guarded, rescuing, observed, tolerance):
+        """The set that the implementation under test dropped, if a near-tie at the cut explains it.
+
+        Every wrongly kept and every wrongly dropped entry may differ by at most `tolerance`, relative to the
+        larger magnitude of the two. A rescue also cuts inside every block, not only once in all, so that
+        there the two kinds are compared in order of utility, pair by pair.
+        """
+        first = None
+        for l, g in members:
+            where = f"step {self.step_number}, layer {l}, kv head {g}"
+            listed = [int(i) for i in observed[l][g]]
+            kept = set(listed)
+            assert len(kept) == len(listed), f"{where}: a position is held twice: {sorted(listed)}"
+            alien = sorted(kept - set(utility))
+            assert not alien, f"{where}: holds {alien}, which are not in the cache"
+            expected = len(utility) - len(dropped)
+            assert len(kept) == expected, f"{where}: holds {len(kept)} entries, expected {expected}"
+            assert kept >= set(guarded), f"{where}: dropped protected {sorted(set(guarded) - kept)}"
+            gone = set(utility) - kept
+            first = gone if first is None else first
+            differing = sorted(gone ^ first)
+            assert not differing, f"{where}: differs from {members[0]} of the same ranking in {differing}"
+            wrongly_kept = sorted(dropped - gone, key=lambda i: (utility[i], i))
+            wrongly_dropped = sorted(gone - dropped, key=lambda i: (utility[i], i))
+            if rescuing:
+                pairs = list(zip(wrongly_kept, wrongly_dropped, strict=True))
+            else:
+                pairs = [(i, j) for i in wrongly_kept for j in wrongly_dropped]
+            for i, j in pairs:
+                gap = abs(utility[i] - utility[j]) / max(abs(utility[i]), abs(utility[j]), 1e-300)
+                assert gap <= tolerance, (
+                    f"{where}: wrongly kept {wrongly_kept}, wrongly dropped {wrongly_dropped}; "
+                    f"utility of {i} is {utility[i]!r}, of {j} is {utility[j]!r}: "
+                    f"relative gap {gap:.3g} > {tolerance:.3g}"
+                )
+        return first
+
+    # ---- the model, module by module
+
+    def embed(self, tokens):
+        return self.model.model.embed_tokens(torch.tensor([tokens], device=self.model.device))
+
+    def append(self, l, hidden, positions):
+        """Projects layer l's input, caches the keys (after RoPE) and values; returns queries [H, n, D]."""
+        layer = self.layers[l]
+        attention = layer.self_attn
+        normed = layer.input_layernorm(hidden)
+        shape = (1, len(positions), -1, attention.head_dim)
+        queries = attention.q_proj(normed).view(shape).transpose(1, 2)
+        keys = attention.k_proj(normed).view(shape).transpose(1, 2)
+        values = attention.v_proj(normed).view(shape).transpose(1, 2)
+        cos, sin = self.model.model.rotary_emb(hidden, torch.tensor([positions], device=hidden.device))
+        queries, keys = apply_rotary_pos_emb(queries, keys, cos, sin)
+        for g in range(self.kv_heads):
+            for n, i in enumerate(positions):
+                self.keys[l][g][i] = keys[0, g, n]
+                self.values[l][g][i] = values[0, g, n]
+        return queries[0]
+
+    def attend(self, l, h, query, positions):
+        """One query of head h in layer l over cached positions of KV head floor(h / R).
+
+        a(i) = softmax over i of q.k_i / sqrt(D), o = sum_i a(i) v_i. Returns ([a(i), ...], o).
+        """
+        keys = torch.stack([self.keys[l][h // self.group][i] for i in positions])
+        values = torch.stack([self.values[l][h // self.group][i] for i in positions])
+        weights = torch.softmax(keys @ query * self.layers[l].self_attn.scaling, dim=0)
+        return weights.tolist(), weights @ values
+
+    def finish_layer(self, l, hidden, attended):
+        """Output projection, residual, MLP, residual. `attended` is [n, H * D]."""
+        layer = self.layers[l]
+        hidden = hidden + layer.self_attn.o_proj(attended[None])
+        return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+
+    def logits(self, hidden):
+        return self.model.lm_head(self.model.model.norm(hidden))[0, -1]

@@ -1,0 +1,120 @@
+"""What is held after every step equals the naive float64 simulator, over the axes."""
+
+import random
+
+import pytest
+import torch
+from allpairspy import AllPairs
+from factories import EOS, VOCABULARY, Forced, Watcher, left_padded, llama, prompts, retained_sets
+from oracle import Axes, Row
+
+import kvpatch
+
+AXES = {
+    "scorer": ["attention", "vnorm", "entropy", "keydiff", "knorm", "recency", "random"],
+    "head_pool": ["mean", "max", "rms"],
+    "aggregation": ["single", "cumulative", "ema"],
+    "coupling": ["sequential", "uniform", "per_layer", "per_head"],
+    "refresh": [1, 3, "once"],
+    "protections": ["none", "sinks", "recent", "reserve", "all"],
+    "rescue": [False, True],
+    "new_token": ["mean", "zero"],
+    "score_layers": ["all", (1, 2)],
+    "query_groups": [1, 3, 4],
+    "budget": [0.35, 12, 33],
+}
+PROTECTIONS = {
+    "none": {},
+    "sinks": {"sinks": 2},
+    "recent": {"recent": 0.25},
+    "reserve": {"reserve": 0.2},
+    "all": {"sinks": 1, "recent": 3, "reserve": 2},
+}
+WITHOUT_ATTENTION = ("keydiff", "knorm", "recency", "random")
+LENGTHS = (41, 29, 21)
+STEPS = 200
+
+
+def legal(case: dict) -> bool:
+    if case.get("scorer") in WITHOUT_ATTENTION and case.get("head_pool", "mean") != "mean":
+        return False
+    if case.get("scorer") == "recency" and case.get("refresh", 1) != 1:
+        return False
+    if case.get("scorer") == "entropy" and case.get("coupling") == "per_head":
+        return False
+    return not (case.get("coupling") in ("per_layer", "per_head") and case.get("score_layers", "all") != "all")
+
+
+def covering() -> list[dict]:
+    """Every pair of values of two axes that may meet does meet."""
+    names = list(AXES)
+    pairs = AllPairs(list(AXES.values()), filter_func=lambda row: legal(dict(zip(names, row, strict=False))))
+    return [dict(zip(names, row, strict=True)) for row in pairs]
+
+
+def named(case: dict) -> str:
+    return "-".join(str(value).replace(" ", "") for value in case.values())
+
+
+def compare(case: dict, compile: bool = False, lengths=LENGTHS, steps: int = STEPS) -> int:
+    """Run kvpatch and the simulator side by side; returns how many steps a rounding difference was adopted in."""
+    model = llama(query_groups=case["query_groups"])
+    budget = kvpatch.Budget(case["budget"], min_budget=1)
+    fields = {name: case[name] for name in list(AXES)[:5]} | {
+        name: case[name] for name in ("rescue", "new_token", "score_layers")
+    }
+    fields |= PROTECTIONS[case["protections"]]
+    rows = prompts(lengths)
+    generator = random.Random(5)
+    tokens = [[generator.randrange(2, VOCABULARY) for _ in range(steps + 1)] for _ in rows]
+    stop = steps * 3 // 5
+    tokens[1] = tokens[1][:stop] + [EOS]  # the second row ends while the others go on
+    batch = left_padded(rows)
+    with kvpatch.patched(model, kvpatch.Policy(**fields), budget=budget, compile=compile) as handle:
+        watcher = Watcher(handle.retained)
+        model.generate(
+            **batch,
+            max_new_tokens=steps + 1,
+            do_sample=False,
+            logits_processor=[Forced(tokens, batch["input_ids"].shape[1])],
+            streamer=watcher,
+        )
+    assert len(watcher.seen) == steps
+    adopted = 0
+    for index, prompt in enumerate(rows):
+        oracle = Row(model, Axes(**fields), case["budget"], min_budget=1)
+        oracle.prefill(prompt)
+        for step, seen in enumerate(watcher.seen):
+            observed = retained_sets(seen, index)
+            if tokens[index][step] == EOS:  # generated, never fed: nothing may change from here on
+                assert all(
+                    retained_sets(later, index) == retained_sets(watcher.seen[step - 1], index)
+                    for later in watcher.seen[step:]
+                )
+                break
+            oracle.step(tokens[index][step], observed=observed)
+        adopted += oracle.adopted
+    return adopted
+
+
+@pytest.mark.parametrize("case", covering(), ids=named)
+def test_every_step_holds_what_the_simulator_holds(case):
+    assert compare(case) <= 1  # of 520 row steps
+
+
+def test_the_compiled_step_holds_what_the_simulator_holds():
+    case = {name: values[0] for name, values in AXES.items()} | {"aggregation": "ema", "query_groups": 3}
+    assert compare(case | {"protections": "all", "refresh": 3}, compile=True) <= 1
+
+
+@pytest.mark.parametrize("preset", [name for name in kvpatch.list_policies() if name != "full"])
+def test_presets_hold_what_their_paper_says(preset):
+    from kvpatch.policy import resolve
+
+    policy = resolve(preset)
+    case = {name: values[0] for name, values in AXES.items()} | {"query_groups": 3, "budget": 12}
+    fields = ("scorer", "head_pool", "aggregation", "coupling", "refresh", "rescue", "new_token")
+    case |= {name: getattr(policy, name) for name in fields}
+    case["protections"] = preset
+    PROTECTIONS[preset] = {name: getattr(policy, name) for name in ("sinks", "recent", "reserve")}
+    assert compare(case, steps=60) <= 1
