@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 RESCUE_BLOCK = 16
+TIE = 1e-6
 
 
 class Rows(NamedTuple):
@@ -48,10 +49,15 @@ def reserved(positions: Tensor, prompt: Tensor, count: Tensor) -> Tensor:
 def victims(utility: Tensor, positions: Tensor, eligible: Tensor) -> Tensor:
     """Slot of the lowest utility, ties by lowest position, among the eligible: [Lc, B, Gc] int64.
 
+    Utilities within a relative `TIE` of the lowest are equal to it. New tokens start at the mean of the others, so
+    after enough steps without scores the held utilities lie so close that rounding alone would order them; by this
+    rule the oldest goes, as it would in exact arithmetic.
+
     Where nothing is eligible the result is slot 0; the policy's limits rule that out.
     """
     held = torch.where(eligible, utility, torch.inf)
-    lowest = held == held.amin(-1, keepdim=True)
+    least = held.amin(-1, keepdim=True)
+    lowest = held <= least + TIE * least.abs()
     last = torch.iinfo(positions.dtype).max
     return torch.where(lowest & eligible, positions, last).argmin(-1)
 

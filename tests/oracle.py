@@ -22,6 +22,7 @@ CHOICES = {
     "new_token": ("mean", "zero"),
 }
 USES_ATTENTION = ("attention", "vnorm", "entropy")
+TIE = 1e-6  # relative
 BLOCK = 16  # rescue keeps the best entry of every block of this many positions
 
 
@@ -309,6 +310,9 @@ class Row:
     def evict(self, newest, observed, tolerance):
         """Down to B, once per step: lowest utility first, then lowest position; never a protected entry.
 
+        Where one entry goes, utilities within a relative 1e-6 of the lowest count as equal to it: tokens that
+        started at the mean of the others come so close to each other that only rounding would order them.
+
         rescue, at step 1 if more than one has to go: the best entry of every block goes after all others.
         """
         adopted = False
@@ -319,6 +323,9 @@ class Row:
             rescued = self.best_of_blocks(utility) if rescuing else []
             order = sorted(set(utility) - set(guarded), key=lambda i: (i in rescued, utility[i], i))
             dropped = set(order[:excess])
+            if excess == 1:
+                lowest = utility[order[0]]
+                dropped = {min(i for i in order if utility[i] <= lowest + TIE * abs(lowest))}
             members = [
                 (l, g)
                 for l in range(len(self.layers))
