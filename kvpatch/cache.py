@@ -115,6 +115,8 @@ class SlotCache(Cache):
             self.current = self._buffers(k.shape[0], max(end, self._columns_expected()) + 1)
         elif self.current.capacity <= end:
             self._grow(2 * end)
+        self.current.add_layer(layer)
+        self._note_bytes()
         keys, values = self.current.keys[layer], self.current.values[layer]
         keys[:, :, self.columns : end] = k
         values[:, :, self.columns : end] = v
@@ -142,13 +144,14 @@ class SlotCache(Cache):
         return self._allocate(batch, needed)
 
     def _allocate(self, batch: int, needed: int) -> slots.Buffers:
-        made = slots.Buffers(self._shape, batch, slots.round_up(needed))
-        self._note_bytes(made)
-        return made
+        return slots.Buffers(self._shape, batch, slots.round_up(needed))
 
     def _note_bytes(self, *more: slots.Buffers) -> None:
+        self.stats.note_bytes(self._live_bytes(*more))
+
+    def _live_bytes(self, *more: slots.Buffers) -> int:
         live = {id(buffers): buffers.nbytes for buffers in (self._kept, self.current, *more) if buffers is not None}
-        self.stats.note_bytes(sum(live.values()))
+        return sum(live.values())
 
     def end_prefill(self) -> None:
         """The prompt is complete: squeeze pads out and open the ledger."""
@@ -295,10 +298,12 @@ class SlotCache(Cache):
         ranked = order.expand(shape.ranked_layers, source.batch, shape.kv_heads, size)
         for layer in range(shape.layers):
             chosen = ranked[layer if shape.ranked_layers > 1 else 0]
+            target.add_layer(layer)
             for old, new in ((source.keys, target.keys), (source.values, target.values)):
                 new[layer][:, :, :size] = _gathered(old[layer], chosen)
-                if target is not source:
-                    old[layer] = None
+            self._note_bytes()
+            if target is not source:
+                source.drop_layer(layer)
         kept_utility, kept_positions = utility.gather(-1, order), positions.gather(-1, order)
         target.utility[0, ..., :size] = kept_utility
         target.positions[..., :size] = kept_positions
@@ -306,6 +311,7 @@ class SlotCache(Cache):
         self._length.copy_(counts)
         self._free.copy_(counts)
         self.current = target
+        self._note_bytes()
         self._bind()
 
     def _grow(self, needed: int) -> None:
@@ -315,10 +321,13 @@ class SlotCache(Cache):
         capacity = max(needed, min(2 * old.capacity, ceiling))
         new = self._allocate(old.batch, capacity)
         for layer in range(len(self.layers)):
-            for source, target in ((old.keys, new.keys), (old.values, new.values)):
-                if source[layer] is not None:
-                    target[layer][:, :, : old.capacity] = source[layer]
-                    source[layer] = None
+            if old.keys[layer] is None:
+                continue
+            new.add_layer(layer)
+            new.keys[layer][:, :, : old.capacity] = old.keys[layer]
+            new.values[layer][:, :, : old.capacity] = old.values[layer]
+            self._note_bytes(new)
+            old.drop_layer(layer)
         new.utility[..., : old.capacity] = old.utility
         new.positions[..., : old.capacity] = old.positions
         self._kept = new if self._kept is old else self._kept
@@ -350,8 +359,7 @@ class SlotCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes allocated now, kept buffers included."""
-        live = {id(buffers): buffers.nbytes for buffers in (self._kept, self.current) if buffers is not None}
-        return sum(live.values())
+        return self._live_bytes()
 
     def reset(self) -> None:
         """Forget what is held; buffers that fit the next call are kept."""

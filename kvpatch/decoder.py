@@ -42,9 +42,9 @@ class Decoder:
     def __init__(self, parts: Parts, policy, *, scoring_layers: int, compile: bool, stats: Stats):
         self.parts, self.policy, self.stats = parts, policy, stats
         self.compiled = compile
-        self._finish = {
-            scores: _finisher(policy, scoring_layers if scores else 0) for scores in (False, True)
-        }
+        plain = _finisher(policy, 0)
+        # Only one update a step makes the end of a scoring step differ from that of a plain one.
+        self._finish = {False: plain, True: _finisher(policy, scoring_layers) if policy.coupling == "uniform" else plain}
         self._layer = self._compile(layer_step) if compile else layer_step
         self._head = self._compile(head_step) if compile else head_step
         self._warm: set[tuple] = set()

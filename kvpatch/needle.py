@@ -44,7 +44,7 @@ class Needle:
     Attributes:
         prompt_ids: ``[length]`` int64, the whole prompt: document, question and the opening of the answer.
         question: what the prompt asks at its end.
-        answer: seven digits; the model found the fact if the decoded continuation contains them.
+        answer: seven different digits; the model found the fact if the decoded continuation contains them.
         key: the name that the fact and the question share.
         depth: share of the document's tokens that stand before the fact, 0 to 1.
     """
@@ -80,7 +80,8 @@ def document(
         raise ValueError(f"depth must be between 0 and 1, got {depth}")
     rng = random.Random(seed)
     key = f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
-    answer = str(rng.randrange(10**6, 10**7))
+    # Seven different digits: a small model that copies digit by digit loses its place at a repeated one.
+    answer = "".join(rng.sample("123456789", 7))
     drawn, start = rng.random(), rng.random()
     depth = drawn if depth is None else depth
 

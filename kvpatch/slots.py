@@ -132,22 +132,34 @@ def finish(ledger: Ledger, policy: Policy, scored: int) -> None:
 class Buffers:
     """Keys, values and per-slot bookkeeping of one capacity.
 
-    keys, values: per layer [B, G, C, D], None once given back.   utility, pending, positions: as in `Ledger`.
+    keys, values: per layer [B, G, C, D], None before `add_layer` and after `drop_layer`, so that a move from one
+        capacity to another holds both for one layer at a time only.
+    utility, pending, positions: as in `Ledger`.
     """
 
     def __init__(self, shape: "Shape", batch: int, capacity: int):
         self.shape, self.batch, self.capacity = shape, batch, capacity
-        like = {"dtype": shape.dtype, "device": shape.device}
-        size = (batch, shape.kv_heads, capacity, shape.head_dim)
-        # Zeros, not empty: a slot that no row has written yet is multiplied by a weight of 0 and must be finite.
-        self.keys: list[Tensor | None] = [torch.zeros(size, **like) for _ in range(shape.layers)]
-        self.values: list[Tensor | None] = [torch.zeros(size, **like) for _ in range(shape.layers)]
+        self.keys: list[Tensor | None] = [None] * shape.layers
+        self.values: list[Tensor | None] = [None] * shape.layers
         accumulated = torch.promote_types(shape.dtype, torch.float32)
         lead = (shape.ranked_layers, batch, shape.ranked_heads)
         self.utility = torch.zeros(1, *lead, capacity, dtype=accumulated, device=shape.device)
         self.positions = torch.zeros(*lead, capacity, dtype=torch.int64, device=shape.device)
         uniform = capacity if shape.uniform else 0
         self.pending = torch.zeros(1, 1, batch, 1, uniform, dtype=accumulated, device=shape.device)
+
+    def add_layer(self, layer: int) -> None:
+        """Allocate one layer, unless it is there."""
+        if self.keys[layer] is None:
+            shape = self.shape
+            size = (self.batch, shape.kv_heads, self.capacity, shape.head_dim)
+            # Zeros, not empty: a slot that no row has written is multiplied by a weight of 0 and must be finite.
+            self.keys[layer] = torch.zeros(size, dtype=shape.dtype, device=shape.device)
+            self.values[layer] = torch.zeros(size, dtype=shape.dtype, device=shape.device)
+
+    def drop_layer(self, layer: int) -> None:
+        """Give one layer's memory back."""
+        self.keys[layer] = self.values[layer] = None
 
     @property
     def nbytes(self) -> int:
