@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvpatch import slots
 from kvpatch.cache import SlotCache
+from kvpatch.linear import replace_linears
 from kvpatch.patches import Parts
 from kvpatch.stats import Stats
 
@@ -60,6 +61,7 @@ class Decoder:
         from torch._inductor.compile_fx import compile_fx
 
         self.stats.compiles += 1
+        replace_linears(graph)
         return compile_fx(graph, inputs)
 
     def step(self, cache: SlotCache, tokens: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 The text is prose that every Python installation carries: the language reference behind ``help()``. The fact
 is a seven-digit number, so a right answer cannot be a guess, and where it lies is drawn from the seed.
-The wording follows the single-needle task of RULER.
+The wording is close to the single-needle task of RULER.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ INTRODUCTION = (
     "I will quiz you about the number afterwards.\n"
 )
 FACT = "The special magic number for {key} is: {answer}."
-QUESTION = "What is the special magic number for {key} mentioned in the provided text?"
-ANSWER_PREFIX = "The special magic number for {key} mentioned in the provided text is"
+QUESTION = "What is the special magic number for {key} mentioned in the text?"
+# Word for word the beginning of the fact: the model then copies on, also from the start of a long text.
+ANSWER_PREFIX = "The special magic number for {key} is:"
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def document(
     reference, repeated if the length asks for more than it has.
 
     Args:
-        length_in_tokens: length of ``prompt_ids``; at least about 150.
+        length_in_tokens: length of ``prompt_ids``; at least about 140.
         tokenizer: must have a chat template.
         seed: chooses key, answer, depth and where the text starts.
         depth: share of the text before the fact, 0 to 1, moved to the nearest sentence end; None: drawn
