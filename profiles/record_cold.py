@@ -37,7 +37,13 @@ def first_calls(policy: str, prompt: int, new_tokens: int, budget: float, dtype:
     prefill = []
     for _ in range(2):
         started = time.perf_counter()
-        model.generate(prompts, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False)
+        model.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            max_new_tokens=new_tokens,
+            min_new_tokens=new_tokens,
+            do_sample=False,
+        )
         times.append(time.perf_counter() - started)
         prefill.append(handle.stats.prefill_seconds)
     return {

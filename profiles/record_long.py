@@ -82,7 +82,10 @@ def main(
                 progress.update(task, completed=tokens)
 
         clock = Clock(tick)
-        output = model.generate(prompts, max_new_tokens=new_tokens, do_sample=False, streamer=clock)
+        mask = torch.ones_like(prompts)
+        output = model.generate(
+            prompts, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, streamer=clock
+        )
         rss_at_end = psutil.Process().memory_info().rss
         recompiles = watch.graphs - meter.graphs_when_warm
     if output.shape[1] != prompt + new_tokens:

@@ -1,5 +1,4 @@
 """What eviction costs: needles found at once, needles found later, and distance from the full cache.
-cache.
 
     python profiles/record_quality.py                          # everything; resumes where it stopped
     python profiles/record_quality.py --no-needle --after 0    # only the third measure
@@ -263,6 +262,8 @@ def run_hits(
 ):
     """Count the hits of each policy that is missing. `hits_of(batch, tick)` scores one batch of cases."""
     missing = record.missing(policies)
+    if not missing:
+        return
     task = progress.add_task(record.path.stem, total=len(missing) * total)
     for policy in missing:
         progress.update(task, description=f"{record.path.stem}: {policy}")
@@ -278,8 +279,10 @@ def run_distances(
 ):
     """Measure the distance of each policy that is missing."""
     missing = record.missing(policies)
+    if not missing:
+        return
     task = progress.add_task(record.path.stem, total=len(missing) * (texts.shape[1] - prompt))
-    expected = plain_logits(model, texts, prompt) if missing else None
+    expected = plain_logits(model, texts, prompt)
     for policy in missing:
         progress.update(task, description=f"{record.path.stem}: {policy}")
         with decoding(model, policy, budget_for(policy)):
@@ -295,11 +298,11 @@ def run_distances(
 
 def show(console: Console, record: Record, policies: list[str], columns: tuple[str, ...]) -> None:
     """The newest rows of a record."""
-    table = Table("policy", *columns, title=str(record.path))
+    table = Table("policy", "commit", *columns, title=record.path.name)
     for policy in policies:
         row = record.row_of(policy)
         if row:
-            table.add_row(policy, *(row[column] for column in columns))
+            table.add_row(policy, row["commit"], *(row[column] for column in columns))
     console.print(table)
 
 

@@ -2,13 +2,15 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvpatch import attention
 from kvpatch.attention import packed, reference
 from kvpatch.errors import BackendError, KVPatchError
 
+# A busy machine must not fail a test, and every run draws the same cases.
+UNTIMED = {"deadline": None, "derandomize": True, "suppress_health_check": [HealthCheck.too_slow]}
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 # Garbage outside `valid` is finite, but so large that a logit made of it may overflow; it must not matter.
 GARBAGE = {torch.float64: 1e308, torch.float32: 1e38, torch.bfloat16: 1e38}
@@ -30,9 +32,7 @@ shapes = st.fixed_dictionaries(
 def make(case: dict, dtype, garbage: bool = True):
     """q, keys, values, valid and scale of a drawn case."""
     generator = torch.Generator().manual_seed(case["seed"])
-    batch, groups, queries, width, n = (
-        case[name] for name in ("batch", "groups", "queries", "width", "slots")
-    )
+    batch, groups, queries, width, n = (case[name] for name in ("batch", "groups", "queries", "width", "slots"))
 
     def normal(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
@@ -58,7 +58,7 @@ def rms(tensor) -> float:
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, **UNTIMED)
 @given(case=shapes)
 def test_packed_attention_is_the_formula_to_rounding(dtype, case):
     q, keys, values, valid, scale = make(case, dtype)
@@ -82,9 +82,9 @@ def test_packed_attention_is_the_formula_to_rounding(dtype, case):
     of_weights = torch.expm1(2 * wrong) + (n + 8) * fine  # each side of the softmax may be off by `wrong`
     assert ((weights - expected_weights).abs() <= of_weights * expected_weights.double()).all()
     of_output = of_weights + stored + n * fine  # weights rounded to the values' dtype, then n products summed
-    bound = of_output * (
-        expected_weights.double() @ kept_values.abs()
-    ) + stored * expected.double().abs().reshape(batch, groups, -1, width)
+    bound = of_output * (expected_weights.double() @ kept_values.abs()) + stored * expected.double().abs().reshape(
+        batch, groups, -1, width
+    )
     difference = (output.double() - expected.double()).reshape(bound.shape)
     assert (difference.abs() <= bound).all()
     # Over a whole tensor roundings average out: a few units in the last place of logits that are N(0, 1).
@@ -93,7 +93,7 @@ def test_packed_attention_is_the_formula_to_rounding(dtype, case):
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, **UNTIMED)
 @given(case=shapes)
 def test_weights_outside_valid_are_exactly_zero_and_the_others_sum_to_one(dtype, case):
     q, keys, values, valid, scale = make(case, dtype)
@@ -105,7 +105,7 @@ def test_weights_outside_valid_are_exactly_zero_and_the_others_sum_to_one(dtype,
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, **UNTIMED)
 @given(case=shapes)
 def test_garbage_outside_valid_changes_no_bit(dtype, case):
     clean = packed.decode(*make(case, dtype, garbage=False))
@@ -114,7 +114,7 @@ def test_garbage_outside_valid_changes_no_bit(dtype, case):
 
 
 @pytest.mark.parametrize("decode", [packed.decode, reference.decode], ids=["packed", "reference"])
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, **UNTIMED)
 @given(case=shapes)
 def test_attention_equals_loops_over_rows_heads_and_slots(decode, case):
     case = case | {"width": 8 + case["width"] % 5, "slots": 1 + case["slots"] % 9}

@@ -248,11 +248,7 @@ def test_replace_on_a_model_that_is_not_patched_is_a_patch(model):
 
 
 def files(folder) -> dict:
-    return {
-        str(file.relative_to(folder)): file.read_bytes()
-        for file in sorted(folder.rglob("*"))
-        if file.is_file()
-    }
+    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
 
 
 def test_state_dict_and_saved_files_are_those_of_the_unpatched_model(model, tmp_path):
@@ -352,21 +348,15 @@ def test_patching_leaves_gradients_and_modes_alone(model):
 
 
 def tiny_t5():
-    return T5ForConditionalGeneration(
-        T5Config(vocab_size=20, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
-    )
+    return T5ForConditionalGeneration(T5Config(vocab_size=20, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
 
 
 def tiny_gpt2():
-    return GPT2LMHeadModel(
-        GPT2Config(vocab_size=20, n_embd=16, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=1)
-    )
+    return GPT2LMHeadModel(GPT2Config(vocab_size=20, n_embd=16, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=1))
 
 
 def small_config():
-    return LlamaConfig(
-        vocab_size=20, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
-    )
+    return LlamaConfig(vocab_size=20, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
 
 
 def on_meta():
@@ -617,11 +607,7 @@ def test_an_explanation_names_backend_policy_and_bytes(restored, policy, budget)
     ):
         assert part in text
     assert json.loads(json.dumps(plain)) == plain
-    assert (
-        plain["backend"] == handle.backend
-        and plain["policy"] == policy
-        and plain["bytes_per_token"] == per_token
-    )
+    assert plain["backend"] == handle.backend and plain["policy"] == policy and plain["bytes_per_token"] == per_token
     assert len(plain["layers"]) == config.num_hidden_layers
     evicts = budget not in ("full", None)
     assert (plain["bytes_per_row"] is not None) == evicts
@@ -730,7 +716,8 @@ def state():
         "functions": [id(ALL_ATTENTION_FUNCTIONS[name]) for name in sorted(ALL_ATTENTION_FUNCTIONS.keys())],
         "dynamo": settings(torch._dynamo.config), "inductor": settings(torch._inductor.config),
         "classes": [{name: id(value) for name, value in sorted(vars(kind).items())} for kind in CLASSES],
-        "print": repr(torch._tensor_str.PRINT_OPTS), "warnings": len(warnings.filters), "hook": id(sys.excepthook),
+        "print": repr(torch._tensor_str.PRINT_OPTS),
+        "warnings": len(warnings.filters), "hook": id(sys.excepthook),
         "logging": [(log.level, len(log.handlers)) for log in LOGGERS],
         "signals": [str(signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)],
         "alive": threading.active_count(), "environment": sorted(__import__("os").environ.items()),

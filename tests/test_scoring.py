@@ -5,13 +5,15 @@ import math
 import pytest
 import torch
 from factories import PAD, left_padded, llama, prompts
-from hypothesis import assume, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import kvpatch
 from kvpatch import aggregation, scoring
 
-DRAWS = settings(max_examples=50, deadline=None, derandomize=True)
+# A busy machine must not fail a test, and every run draws the same cases.
+UNTIMED = {"deadline": None, "derandomize": True, "suppress_health_check": [HealthCheck.too_slow]}
+DRAWS = settings(max_examples=50, **UNTIMED)
 POOLS = ("mean", "max", "rms")
 
 
@@ -28,9 +30,7 @@ def scenes(draw, shared=None, head_pool=None):
     positions = torch.rand(batch, heads, 3 * n, generator=generator).argsort(-1)[..., :n]
     logits = 3 * torch.randn(batch, groups, queries, n, generator=generator, dtype=torch.float64)
     weights = logits.masked_fill(~valid[:, :, None], -torch.inf).softmax(-1)
-    keys, values = (
-        torch.randn(batch, groups, n, width, generator=generator, dtype=torch.float64) for _ in range(2)
-    )
+    keys, values = (torch.randn(batch, groups, n, width, generator=generator, dtype=torch.float64) for _ in range(2))
     garbage = ~valid.expand(batch, groups, n)[..., None]
     keys, values = torch.where(garbage, 1e30, keys), torch.where(garbage, -1e30, values)
     return scoring.Scene(
@@ -70,9 +70,7 @@ def check(scene: scoring.Scene, name: str, naive) -> None:
 @given(scenes())
 def test_attention_is_the_groups_pooled_weight(scene):
     weights = scene.weights.tolist()
-    check(
-        scene, "attention", lambda b, g, held, i: pooled([head[i] for head in weights[b][g]], scene.head_pool)
-    )
+    check(scene, "attention", lambda b, g, held, i: pooled([head[i] for head in weights[b][g]], scene.head_pool))
 
 
 @DRAWS

@@ -3,12 +3,14 @@
 import math
 
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvpatch import selection
 
-DRAWS = settings(max_examples=80, deadline=None, derandomize=True)
+# A busy machine must not fail a test, and every run draws the same cases.
+UNTIMED = {"deadline": None, "derandomize": True, "suppress_health_check": [HealthCheck.too_slow]}
+DRAWS = settings(max_examples=80, **UNTIMED)
 # Few values, so that ties are common; some pairs closer than the tie tolerance, some just outside it.
 UTILITIES = (
     0.0,
@@ -100,9 +102,7 @@ def test_protected_are_the_first_the_last_and_the_reserved(batch, heads, n, seed
     prompt = counts(1, 40)
     newest = prompt - 1 + counts(0, 20)
     rows = selection.Rows(counts(1, 50), counts(0, 6), counts(0, 6), counts(0, 6), prompt)
-    positions = (
-        torch.rand(2, batch, heads, n, generator=generator) * (newest + 1)[None, :, None, None]
-    ).long()
+    positions = (torch.rand(2, batch, heads, n, generator=generator) * (newest + 1)[None, :, None, None]).long()
     got = selection.protected(positions, newest, rows)
     for (layer, b, g), row in lists(positions):
         last, sinks, recent, spread = (int(x[b]) for x in (newest, rows.sinks, rows.recent, rows.reserve))
@@ -135,7 +135,7 @@ def test_each_block_has_one_best_entry_the_latest_of_equals(drawn):
 
 
 def naive_cut(row, valid, shielded, budget, rescue) -> set[int]:
-    """Shielded entries, then (with rescue) the blocks' best, then the rest; each by utility, then position."""
+    """Shielded entries, then (with rescue) the blocks' best, then the rest; by utility, then position."""
     held = [i for i in range(len(row)) if valid[i]]
     best = naive_best(row, valid) if rescue and len(held) - min(len(held), budget) > 1 else set()
     wanted = sorted(held, key=lambda i: (shielded[i], i in best, row[i], i), reverse=True)
