@@ -5,7 +5,9 @@ import numbers
 from dataclasses import dataclass
 
 UNSET = object()  # "no budget given", which differs from None ("no eviction")
-ALLOWED = 'an int >= 1 (tokens), a float in (0, 1) (share of each row\'s own prompt), or 1.0, None or "full" (no eviction)'
+ALLOWED = (
+    'an int >= 1 (tokens), a float in (0, 1) (share of each row\'s own prompt), or 1.0, None or "full" (no eviction)'
+)
 
 
 @dataclass(frozen=True)

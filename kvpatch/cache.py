@@ -82,7 +82,7 @@ class SlotCache(Cache):
             )
 
     def begin_forward(self, query: int, mask: Tensor | None) -> None:
-        """What a forward over `query` tokens is: a block of the prompt, or a decode step. Called by the patched model."""
+        """Decide what a forward over `query` tokens is: a block of the prompt, or a decode step."""
         if self.phase == "decode" and query > 1:
             raise ValueError(
                 f"a block of {query} tokens after the first decode step can't be added to a SlotCache yet; "
@@ -155,7 +155,7 @@ class SlotCache(Cache):
 
     def end_prefill(self) -> None:
         """The prompt is complete: squeeze pads out and open the ledger."""
-        current, batch = self.current, self.current.batch
+        batch = self.current.batch
         if not self.prompt:
             lengths = [self.columns] * batch if self.mask is None else row_lengths(self.mask)
             self.plan(lengths, self.max_new_tokens)
@@ -179,7 +179,7 @@ class SlotCache(Cache):
         device, current = self._shape.device, self.current
         prompt = torch.tensor(self.prompt, device=device)
         far = torch.iinfo(torch.int64).max // 4
-        limits = [far if limit is None else limit for limit in self.limits]
+        limits = [far if limit is None else min(limit, far) for limit in self.limits]
         protected = [(0, 0, 0) if limit is None else self.policy.protected(limit) for limit in self.limits]
         rows = [torch.tensor(column, device=device) for column in (limits, *zip(*protected, strict=True))]
         current.utility.zero_()
@@ -272,7 +272,9 @@ class SlotCache(Cache):
     def end_step(self) -> None:
         """Close a decode step whose victims are chosen: count it, and after the first one cut to the budget."""
         self.columns += 1
-        lose = [0 if limit is None else length + 1 - limit for length, limit in zip(self.prompt, self.limits, strict=True)]
+        lose = [
+            0 if limit is None else length + 1 - limit for length, limit in zip(self.prompt, self.limits, strict=True)
+        ]
         if self.step == 1 and max(lose) > 1:
             self._cut()
         self.stats.note_step(self.scores, self.step, self.prompt, self.limits)
@@ -346,10 +348,12 @@ class SlotCache(Cache):
     def retained(self) -> Tensor:
         """Original positions held between steps: [layers, B, G, slots] int64, -1 for an empty slot."""
         if self.phase != "decode":
-            if self.phase == "prefill" and self.current is not None:
+            if self.phase == "prefill" and self.current is not None and not self.expect_prompt:
                 self.end_prefill()
             else:
-                raise RuntimeError("nothing is held: no prompt has been read since the cache was made or reset")
+                raise RuntimeError(
+                    "nothing is held: no prompt has been read to its end since the cache was made or reset"
+                )
         n = max(1, int(self._length.max()))
         index = torch.arange(n, device=self._length.device)
         held = (index < self._length[..., None]) & (index != self._free[..., None])

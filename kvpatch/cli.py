@@ -92,9 +92,7 @@ def demo(
         needle = document(length, tokenizer, seed)
         progress.remove_task(loading)
         runs = [_unpatched(model, tokenizer, needle, new_tokens, progress)]
-        runs += [
-            _patched(model, tokenizer, needle, new_tokens, progress, name, budget) for name in OPERATING_POINTS
-        ]
+        runs += [_patched(model, tokenizer, needle, new_tokens, progress, name, budget) for name in OPERATING_POINTS]
     console.print(f'Asked: "{needle.question}" (hidden {needle.depth:.0%} into {length:,} tokens)')
     console.print(f"Right answer: {needle.answer}. Cache budget: {budget:.0%} of the prompt.\n")
     console.print(_table(runs))
@@ -128,9 +126,7 @@ def _answer(tokenizer, needle, sequences) -> tuple[str, bool]:
 
 
 def _unpatched(model, tokenizer, needle, new_tokens, progress) -> Run:
-    output, clock = _generate(
-        model, tokenizer, needle, new_tokens, progress, "unpatched", return_dict_in_generate=True
-    )
+    output, clock = _generate(model, tokenizer, needle, new_tokens, progress, "unpatched", return_dict_in_generate=True)
     cache = output["cache"] if "cache" in output else output["past_key_values"]
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     return Run(

@@ -1,7 +1,7 @@
 """One decode step of a patched model: embedding, the model's own layers, norm and head, over the slots.
 
-One decoder layer is compiled and reused for all of them. Which of two kinds a step is (scoring or plain) is known on the
-host, so each kind is a graph of its own and none of them branches.
+One decoder layer is compiled and reused for all of them. Which of two kinds a step is (scoring or plain) is known on
+the host, so each kind is a graph of its own and none of them branches.
 """
 
 import time
@@ -45,7 +45,10 @@ class Decoder:
         self.compiled = compile
         plain = _finisher(policy, 0)
         # Only one update a step makes the end of a scoring step differ from that of a plain one.
-        self._finish = {False: plain, True: _finisher(policy, scoring_layers) if policy.coupling == "uniform" else plain}
+        self._finish = {
+            False: plain,
+            True: _finisher(policy, scoring_layers) if policy.coupling == "uniform" else plain,
+        }
         self._layer = self._compile(layer_step) if compile else layer_step
         self._head = self._compile(head_step) if compile else head_step
         self._warm: set[tuple] = set()

@@ -16,6 +16,18 @@ from kvpatch.cache import SlotCache, row_lengths
 from kvpatch.prefill import read_prompt
 
 CACHE_NAMES = ("cache", "past_key_values")
+# Generation settings that need a cache that can be cropped, another cache, or another loop.
+UNSUPPORTED = (
+    "cache_implementation",
+    "prompt_lookup_num_tokens",
+    "penalty_alpha",
+    "dola_layers",
+    "constraints",
+    "force_words_ids",
+    "assistant_early_exit",
+    "use_mtp",
+    "is_assistant",
+)
 
 
 def generate(handle, original: Callable, args: tuple, kwargs: dict):
@@ -48,10 +60,16 @@ def generate(handle, original: Callable, args: tuple, kwargs: dict):
         config = _effective_config(handle.model, call)
         _refuse(handle.model, call, config)
         _own_stop_strings(call, config)
-        cache = given if given is not None else handle.take_cache()
-        cache.stats.begin()
+        if given is not None and given.phase != "empty":
+            raise ValueError(
+                f"{foreign}: the SlotCache holds {given.columns} tokens of an earlier call; reset() it first"
+            )
+        cache = handle.take_cache(given)
         try:
-            result = _run(handle, original, call, config, cache, given is not None)
+            # One grad mode for all calls: compiled code is guarded by it, and buffers made in inference mode could
+            # not be written outside of it.
+            with torch.inference_mode(False), torch.no_grad():
+                result = _run(handle, original, call, config, cache)
         except BaseException:
             cache.free()  # the next call starts from nothing
             raise
@@ -62,11 +80,7 @@ def generate(handle, original: Callable, args: tuple, kwargs: dict):
         handle.lock.release()
 
 
-def _run(handle, original: Callable, call: dict, config, cache: SlotCache, given: bool):
-    if cache.phase != "empty":
-        raise ValueError(
-            f"{handle.keyword}: the SlotCache holds {cache.columns} tokens of an earlier call; reset() it first"
-        )
+def _run(handle, original: Callable, call: dict, config, cache: SlotCache):
     why = host_loop_reason(config, call)
     if why:
         cache.max_new_tokens = None
@@ -104,11 +118,17 @@ def _refuse(model, call: dict, config) -> None:
     if model.training:
         raise ValueError("model is in training mode: call model.eval() before generate")
     if call.get("custom_generate") is not None:
-        raise ValueError("custom_generate can't be used on a patched model: unpatch(model) first, or leave it out")
+        raise ValueError(
+            f"custom_generate={call['custom_generate']!r} can't be used on a patched model: leave it out, or "
+            "unpatch(model) first"
+        )
     if call.get("assistant_model") is not None:
-        raise ValueError("assistant_model: assisted decoding needs a cache that can be cropped; leave it out")
-    for name in ("cache_implementation", "prompt_lookup_num_tokens", "penalty_alpha", "dola_layers", "constraints"):
-        if getattr(config, name, None) is not None:
+        raise ValueError(
+            f"assistant_model={type(call['assistant_model']).__name__}: assisted decoding needs a cache that can be "
+            "cropped; leave it out"
+        )
+    for name in UNSUPPORTED:
+        if getattr(config, name, None):
             raise ValueError(
                 f"{name}={getattr(config, name)!r} is not supported by a patched model: leave it out, or unpatch(model)"
             )
@@ -188,9 +208,7 @@ def _decode(handle, cache, input_ids, processors, criteria, config, model_kwargs
     sequences = ids[:, :columns].clone()
     if not keeps:
         return sequences
-    return GenerateDecoderOnlyOutput(
-        sequences=sequences, scores=scores, logits=raw_logits, **{handle.keyword: cache}
-    )
+    return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=raw_logits, **{handle.keyword: cache})
 
 
 def draw(scores: Tensor) -> Tensor:

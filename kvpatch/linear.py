@@ -106,7 +106,9 @@ def _kernel() -> Callable | None:
     try:
         from torch._inductor.codecache import CppPythonBindingsCodeCache
 
-        return CppPythonBindingsCodeCache.load_pybinding(["const float*", "const void*", "float*"] + ["int64_t"] * 5, _SOURCE)
+        return CppPythonBindingsCodeCache.load_pybinding(
+            ["const float*", "const void*", "float*"] + ["int64_t"] * 5, _SOURCE
+        )
     except Exception as error:  # no compiler, or another release's build: BLAS does it, more slowly
         _LOG.warning("no own matrix product on this machine, BLAS is used: %s", error)
         return None

@@ -106,9 +106,7 @@ def document(
     return Needle(torch.tensor(ids), question, answer, key, cut / room)
 
 
-def _chat_frame(
-    tokenizer: PreTrainedTokenizerBase, question: str, answer_prefix: str
-) -> tuple[list[int], list[int]]:
+def _chat_frame(tokenizer: PreTrainedTokenizerBase, question: str, answer_prefix: str) -> tuple[list[int], list[int]]:
     """Token ids before and after the document in a chat of one user turn and an opened answer."""
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("the tokenizer has no chat template, so it can't put the question to the model")

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import threading
 import types
 import warnings
@@ -63,12 +64,19 @@ class Patch:
             return generation.generate(self, original, args, kwargs)
 
         self._write(self.model, "generate", generate)
-        self._written.append((self.model, ATTRIBUTE, UNSET))
-        self.model.__dict__[ATTRIBUTE] = self
+        # What transformers may compile from now on is traced through the patched forward: `undo` drops it.
+        self._remember(self.model, "_compiled_call")
 
     def _write(self, module: nn.Module, name: str, function) -> None:
-        self._written.append((module, name, module.__dict__.get(name, UNSET)))
+        self._remember(module, name)
         module.__dict__[name] = types.MethodType(function, module)
+        if ATTRIBUTE not in module.__dict__:
+            # Also a part of the model must not be copied: its forward would still run the original's.
+            self._remember(module, ATTRIBUTE)
+            module.__dict__[ATTRIBUTE] = self
+
+    def _remember(self, module: nn.Module, name: str) -> None:
+        self._written.append((module, name, module.__dict__.get(name, UNSET)))
 
     def undo(self) -> None:
         """Put back exactly what stood in each module's `__dict__`."""
@@ -78,24 +86,27 @@ class Patch:
             else:
                 module.__dict__[name] = previous
         self._written.clear()
-        self.model.__dict__.pop("_compiled_call", None)  # traced through the patched forward
         self.free()
         self._decoders.clear()
 
     # ---- caches ------------------------------------------------------------------------------------------------
 
-    def take_cache(self) -> SlotCache:
-        """The handle's own cache, empty."""
-        if self._cache is None:
-            self._cache = SlotCache(self.model.config, self.policy, self.budget, backend=self.backend)
-            self._cache.stats = self.stats
-        self._cache.reset()
-        self._last = self._cache
-        return self._cache
+    def take_cache(self, given: SlotCache | None) -> SlotCache:
+        """The cache of the next generation, empty: the caller's, or the handle's own. It counts in `stats`."""
+        cache = given
+        if cache is None:
+            if self._cache is None:
+                self._cache = SlotCache(self.model.config, self.policy, self.budget, backend=self.backend)
+            cache = self._cache
+            cache.reset()
+        cache.stats = self.stats
+        self.stats.begin(cache.nbytes)
+        self._last = cache
+        return cache
 
     def release_cache(self, cache: SlotCache) -> None:
-        """The caller owns this cache from now on."""
-        self._last = cache
+        """The caller owns this cache from now on, with a copy of its counters."""
+        cache.stats = self.stats.snapshot()
         if cache is self._cache:
             self._cache = None
 
@@ -139,7 +150,8 @@ class Patch:
 
     def __reduce_ex__(self, protocol):
         raise RuntimeError(
-            "a patched model can't be pickled: unpatch(model) first; state_dict() and save_pretrained() work as they are"
+            "a patched model can't be pickled: unpatch(model) first; state_dict() and save_pretrained() work as they "
+            "are"
         )
 
     def __repr__(self) -> str:
@@ -198,16 +210,20 @@ def patch(
                 "model is patched already: pass replace=True, or unpatch(model) first "
                 f"(now: {model.__dict__[ATTRIBUTE]!r})"
             )
-        unpatch(model)
     handle = Patch(model, architecture, policy, budget, backend, bool(compile))
-    expected = _probe(model, handle.keyword, None) if verify else None
-    handle.install()
+    earlier = model.__dict__.get(ATTRIBUTE)
+    if earlier is not None:
+        earlier.undo()
     try:
+        expected = _probe(model, handle.keyword, None) if verify else None
+        handle.install()
         if verify:
             cache = SlotCache(model.config, "full", backend=handle.backend)
             _verify(expected, _probe(model, handle.keyword, cache), model)
     except BaseException:
         handle.undo()
+        if earlier is not None:
+            earlier.install()
         raise
     return handle
 
@@ -259,18 +275,22 @@ def _slots_of(cache, layer: int):
 
 def _base_forward(original):
     """The base model's forward, telling a SlotCache what kind of forward begins."""
+    signature = inspect.signature(original)
 
     @functools.wraps(original)
     def forward(self, *args, **kwargs):
-        cache = next((kwargs[name] for name in generation.CACHE_NAMES if kwargs.get(name) is not None), None)
-        if not isinstance(cache, SlotCache):
+        cache = next((value for value in (*kwargs.values(), *args) if isinstance(value, SlotCache)), None)
+        if cache is None:
             return original(*args, **kwargs)
-        tokens = kwargs.get("input_ids", args[0] if args else None)
-        query = (tokens if tokens is not None else kwargs["inputs_embeds"]).shape[1]
+        inputs = signature.bind_partial(*args, **kwargs).arguments
+        tokens = inputs.get("input_ids")
+        query = (tokens if tokens is not None else inputs["inputs_embeds"]).shape[1]
         try:
-            cache.begin_forward(query, kwargs.get("attention_mask"))
-            output = original(*args, **kwargs)
-            cache.end_forward(query)
+            # No history of steps in the buffers, and no buffers that only inference mode may write.
+            with torch.inference_mode(False), torch.no_grad():
+                cache.begin_forward(query, inputs.get("attention_mask"))
+                output = original(*args, **kwargs)
+                cache.end_forward(query)
         except BaseException:
             cache.reset()
             raise
@@ -286,7 +306,14 @@ def _probe(model, keyword: str, cache) -> torch.Tensor:
     with _without_hooks(model):
         logits = []
         for block in (tokens[:, :8], tokens[:, 8:9], tokens[:, 9:10]):
-            output = model(input_ids=block, use_cache=True, **{keyword: cache})
+            # Asked for nothing more, transformers installs no hooks of its own into what `_without_hooks` puts away.
+            output = model(
+                input_ids=block,
+                use_cache=True,
+                output_hidden_states=False,
+                output_attentions=False,
+                **{keyword: cache},
+            )
             cache = output[keyword]
             logits.append(output.logits[0, -1].float())
     return torch.stack(logits)

@@ -72,13 +72,18 @@ class Policy:
             value = getattr(self, field)
             if not ((_is_int(value) and value >= 0) or (isinstance(value, float) and 0.0 <= value < 1.0)):
                 raise ValueError(f"{field} must be an int >= 0 or a float in [0, 1) (share of budget), got {value!r}")
-        if not _is_int(self.seed):
-            raise ValueError(f"seed must be an int, got {self.seed!r}")
-        if self.score_layers != "all":
+        if not (_is_int(self.seed) and abs(self.seed) < 2**32):
+            raise ValueError(f"seed must be an int between -2**32 and 2**32, got {self.seed!r}")
+        for field in ("evicts", "rescue"):
+            if not isinstance(getattr(self, field), bool):
+                raise ValueError(f"{field} must be True or False, got {getattr(self, field)!r}")
+        if not isinstance(self.name, str):
+            raise ValueError(f"name must be a str, got {self.name!r}")
+        if not (isinstance(self.score_layers, str) and self.score_layers == "all"):
             object.__setattr__(self, "score_layers", _layers(self.score_layers))
             if self.coupling in ("per_layer", "per_head"):
                 raise ValueError(
-                    f'score_layers={self.score_layers!r} with coupling={self.coupling!r}: layers outside it would '
+                    f"score_layers={self.score_layers!r} with coupling={self.coupling!r}: layers outside it would "
                     'have no ranking of their own; use score_layers="all" or a shared coupling'
                 )
         if not spec.uses_attention and self.head_pool != "mean":
@@ -150,15 +155,18 @@ def _is_real(value) -> bool:
 
 
 def _layers(value) -> tuple[int, ...]:
-    if isinstance(value, str) or not isinstance(value, Sequence) or not value:
+    indices = value.tolist() if hasattr(value, "tolist") else value  # arrays and tensors
+    if isinstance(indices, str) or not isinstance(indices, Sequence) or not indices:
         raise ValueError(f'score_layers must be "all", a range or a non-empty list of layer indices, got {value!r}')
-    if not all(_is_int(index) and index >= 0 for index in value):
+    if not all(_is_int(index) and index >= 0 for index in indices):
         raise ValueError(f"score_layers must hold layer indices >= 0, got {value!r}")
-    return tuple(sorted({int(index) for index in value}))
+    return tuple(sorted({int(index) for index in indices}))
 
 
 def _nearest(name: str, known) -> str:
-    close = difflib.get_close_matches(str(name), known, n=3, cutoff=0.5)
+    known = list(known)
+    close = [one for one in known if one.startswith(str(name))]
+    close = close or difflib.get_close_matches(str(name), known, n=3, cutoff=0.5)
     return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
 
 

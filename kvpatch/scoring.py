@@ -113,7 +113,8 @@ def register_scorer(name: str, score: Callable[[Scene], Tensor], *, uses_attenti
 
     Args:
         name: a new name; an existing one raises ValueError unless `replace`.
-        score: a function of a `Scene` that gives [B, G, n]; pure tensor code that torch.compile can trace whole.
+        score: a function of a `Scene` that gives [B, G, n] floating, without NaN; pure tensor code that torch.compile
+            can trace whole. It is tried on a small scene here.
         uses_attention: whether it reads `scene.weights`; head_pool other than "mean" needs that.
     """
     if not isinstance(name, str) or not name:
@@ -122,7 +123,32 @@ def register_scorer(name: str, score: Callable[[Scene], Tensor], *, uses_attenti
         raise TypeError(f"score must be a function of a Scene, got {score!r}")
     if name in _SCORERS and not replace:
         raise ValueError(f"scorer {name!r} is registered already; pass replace=True to replace it")
+    _check(name, score)
     _SCORERS[name] = Scorer(name, score, bool(uses_attention))
+
+
+def _check(name: str, score: Callable[[Scene], Tensor]) -> None:
+    rows, heads, slots = 2, 3, 5
+    values = torch.arange(rows * heads * slots * 4, dtype=torch.float32).view(rows, heads, slots, 4).sin()
+    scene = Scene(
+        weights=torch.full((rows, heads, 2, slots), 1.0 / slots),
+        keys=values.cos(),
+        values=values,
+        positions=torch.arange(slots).expand(rows, 1, slots),
+        valid=torch.ones(rows, 1, slots, dtype=torch.bool),
+        head_pool="mean",
+        seed=0,
+    )
+    got = score(scene)
+    if not isinstance(got, Tensor) or not got.is_floating_point() or got.ndim != 3:
+        what = f"{got.dtype} {list(got.shape)}" if isinstance(got, Tensor) else type(got).__name__
+        raise ValueError(f"scorer {name!r} must give a floating tensor [rows, KV heads, slots], got {what}")
+    try:
+        got.expand(rows, heads, slots)
+    except RuntimeError:
+        raise ValueError(
+            f"scorer {name!r} must give [rows, KV heads, slots] = {[rows, heads, slots]}, got {list(got.shape)}"
+        ) from None
 
 
 def list_scorers() -> list[str]:

@@ -1,7 +1,7 @@
 """Which entries stay: protection, the next victim, and the first large cut.
 
-Shapes: Lc is the number of layers with a ranking of their own (1 where all share one), Gc the same for KV heads, B rows,
-n slots. Everything is one tensor operation over all layers, rows and heads.
+Shapes: Lc is the number of layers with a ranking of their own (1 where all share one), Gc the same for KV heads, B
+rows, n slots. Everything is one tensor operation over all layers, rows and heads.
 """
 
 from typing import NamedTuple
@@ -57,7 +57,7 @@ def victims(utility: Tensor, positions: Tensor, eligible: Tensor) -> Tensor:
     """
     held = torch.where(eligible, utility, torch.inf)
     least = held.amin(-1, keepdim=True)
-    lowest = held <= least + TIE * least.abs()
+    lowest = (held <= least + TIE * least.abs()) | (held == least)  # the sum is NaN where the least is -inf
     last = torch.iinfo(positions.dtype).max
     return torch.where(lowest & eligible, positions, last).argmin(-1)
 

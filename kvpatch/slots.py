@@ -38,7 +38,7 @@ class LayerSlots(NamedTuple):
     attend: Callable
 
 
-@functools.lru_cache(maxsize=None)  # compiled code is guarded by this function's identity
+@functools.cache  # compiled code is guarded by this function's identity
 def make_attend(policy: Policy, scorer: scoring.Scorer, decode: Callable, scores: bool) -> Callable:
     """The attention of one layer at one kind of step, for `LayerSlots.attend`."""
     # With one update a step the layers only add up; `finish` applies the policy's own rule to their mean.
@@ -57,9 +57,7 @@ def make_attend(policy: Policy, scorer: scoring.Scorer, decode: Callable, scores
         valid = slots.index < slots.length[..., None]
         output, weights = decode(q, keys, values, valid, scale)
         if scores:
-            scene = scoring.Scene(
-                weights, keys, values, slots.positions[..., :n], valid, policy.head_pool, policy.seed
-            )
+            scene = scoring.Scene(weights, keys, values, slots.positions[..., :n], valid, policy.head_pool, policy.seed)
             score = scorer.score(scene).expand(batch, groups, n)
             if shared_heads:
                 score = scoring.pool(score, policy.head_pool if scorer.uses_attention else "mean", 1)
@@ -75,7 +73,7 @@ class Ledger(NamedTuple):
     """Everything that decides who goes next, for all layers at once.
 
     utility: [Q, Lc, B, Gc, C].   pending: the same with Lc = Gc = 1 for coupling "uniform" (sum over layers), else [0].
-    positions: [Lc, B, Gc, C] int64.   free, length: [Lc, B, Gc] int64.   newest: [B] int64, position of the newest token.
+    positions: [Lc, B, Gc, C] int64.   free, length: [Lc, B, Gc] int64.   newest: [B] int64, its position.
     active: [B] bool, False for rows that are done.   rows: per-row limits.   index: [n] int64.
     """
 

@@ -1,5 +1,6 @@
 """What a patched model did: counters that say whether eviction, compilation and memory are what was promised."""
 
+import dataclasses
 import statistics
 from collections import deque
 from dataclasses import dataclass, field
@@ -30,12 +31,18 @@ class Stats:
     prefill_seconds: float = 0.0
     step_seconds: deque = field(default_factory=lambda: deque(maxlen=STEP_TIMES_KEPT))
 
-    def begin(self) -> None:
-        """A new generation: its counters start at zero."""
+    def begin(self, live: int) -> None:
+        """A new generation over buffers of `live` bytes: its counters start at zero."""
         self.held = self.evicted = self.refreshes = self.steps = 0
         self.prefill_seconds = 0.0
-        self.peak_cache_bytes = self.cache_bytes
+        self.peak_cache_bytes = self.cache_bytes = live
         self.step_seconds.clear()
+
+    def snapshot(self) -> "Stats":
+        """A copy that later generations leave alone."""
+        return dataclasses.replace(
+            self, prompt=list(self.prompt), budget=list(self.budget), step_seconds=self.step_seconds.copy()
+        )
 
     def note_bytes(self, live: int) -> None:
         """Cache buffers now come to that many bytes."""
@@ -72,7 +79,7 @@ class Stats:
                 f"held       {self.held:,} tokens a row (budget {', '.join(budget) or '-'})",
                 f"evicted    {self.evicted:,} over {len(self.prompt)} row(s)",
                 f"steps      {self.steps:,}, {self.refreshes:,} of them scored; {speed}",
-                f"cache      {self.cache_bytes / 2**20:,.1f} MiB now, {self.peak_cache_bytes / 2**20:,.1f} MiB at its peak",
+                f"cache      {self.cache_bytes / 2**20:,.1f} MiB now, {self.peak_cache_bytes / 2**20:,.1f} MiB at peak",
                 f"compiled   {self.compiles} graph(s) in {self.compile_seconds:.1f} s, {self.recompiles} recompiled",
             )
         )

@@ -1,7 +1,7 @@
 """Architectures that kvpatch can patch: one module each, holding only what differs.
 
-A module offers `MODEL_TYPES` (of the config), `find_parts(model)` and `project(attention, hidden, position_embeddings)`.
-Nothing here knows of policies: `attend` comes in with the slots.
+A module offers `MODEL_TYPES` (of the config), `check(config)`, `find_parts(model)` and
+`project(attention, hidden, position_embeddings)`. Nothing here knows of policies: `attend` comes in with the slots.
 """
 
 import importlib
@@ -125,7 +125,13 @@ def standard_parts(model: nn.Module) -> Parts:
     base = model.model
     layers = list(base.layers[: base.config.num_hidden_layers])
     return Parts(
-        base, base.embed_tokens, base.rotary_emb, layers, [layer.self_attn for layer in layers], base.norm, model.lm_head
+        base,
+        base.embed_tokens,
+        base.rotary_emb,
+        layers,
+        [layer.self_attn for layer in layers],
+        base.norm,
+        model.lm_head,
     )
 
 

@@ -161,7 +161,15 @@ def measure(variant: Variant, prompts: torch.Tensor, work: Workload) -> None:
 
 
 def run_batch(
-    base, tokenizer, batch: int, names: list[str], work: Workload, rounds: int, seed: int, stream_gib, tick
+    base,
+    tokenizer,
+    batch: int,
+    names: list[str],
+    work: Workload,
+    rounds: int,
+    seed: int,
+    stream_gib,
+    tick,
 ):
     """All rounds of one batch size: the measured variants and the stream."""
     torch._dynamo.reset()  # static shapes for this batch, as in a process that serves no other

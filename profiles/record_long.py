@@ -49,9 +49,7 @@ def main(
     policy: Annotated[str, typer.Option(help="Policy of kvpatch.")] = "inertia-lazy",
     prompt: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 2048,
     budget: Annotated[float, typer.Option(help="Share of the prompt that is held.")] = 0.1,
-    warm: Annotated[
-        int, typer.Option(help="Step where the early window begins; nothing may compile after it.")
-    ] = 50,
+    warm: Annotated[int, typer.Option(help="Step where the early window begins.")] = 50,
     window: Annotated[int, typer.Option(help="Steps of the early and of the late window.")] = 100,
     rss_at: Annotated[int, typer.Option(help="Step at which the resident set is read first.")] = 500,
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 2,
@@ -117,9 +115,8 @@ def main(
         "compile_seconds": handle.stats.compile_seconds,
     }
     append_rows(out, [row])
-    mib, end_mib, cache_mib = (
-        size / 2**20 for size in (meter.rss_at_mark, rss_at_end, handle.stats.cache_bytes)
-    )
+    sizes = (meter.rss_at_mark, rss_at_end, handle.stats.cache_bytes)
+    mib, end_mib, cache_mib = (size / 2**20 for size in sizes)
     console.print(f"steps {row['early_steps']}: {early_ms:.2f} ms; {row['late_steps']}: {late_ms:.2f} ms")
     console.print(f"resident: {mib:.1f} MiB at step {rss_at}, {end_mib:.1f} MiB at the end")
     console.print(f"cache: {cache_mib:.1f} MiB; {recompiles} graphs compiled after step {warm}")

@@ -17,6 +17,7 @@ A policy whose row with the same workload is in the file already is skipped, unl
 """
 
 import contextlib
+import hashlib
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -102,7 +103,12 @@ def endless(model) -> Iterator[None]:
 
 
 def generate(
-    model, prompts: Tensor, tokens: int, tick: Callable[[int], None], script: Script | None = None, **more
+    model,
+    prompts: Tensor,
+    tokens: int,
+    tick: Callable[[int], None],
+    script: Script | None = None,
+    **more,
 ):
     """Greedy decoding of equally long prompts; `tick(n)` is told of every n tokens that are done."""
     clock = Clock(lambda made: tick(1) if made else None)
@@ -214,6 +220,11 @@ def distances(model, texts: Tensor, prompt: int, expected: Tensor, tick) -> tupl
 # ---- records -----------------------------------------------------------------------------------------------
 
 
+def fingerprint(inputs: list[Tensor]) -> str:
+    """Of everything that is fed, so that rows made from other text are not taken for the same workload."""
+    return hashlib.sha256(torch.cat(inputs).numpy().tobytes()).hexdigest()[:12]
+
+
 def text_of(value) -> str:
     """A workload's value as it stands in the CSV file."""
     return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
@@ -258,7 +269,15 @@ def count_hits(record: Record, policy: str, hits: list[bool]) -> dict:
 
 
 def run_hits(
-    record: Record, policies: list[str], model, budget_for, cases: list, size: int, hits_of, progress, total
+    record: Record,
+    policies: list[str],
+    model,
+    budget_for,
+    cases: list,
+    size: int,
+    hits_of,
+    progress,
+    total,
 ):
     """Count the hits of each policy that is missing. `hits_of(batch, tick)` scores one batch of cases."""
     missing = record.missing(policies)
@@ -275,7 +294,13 @@ def run_hits(
 
 
 def run_distances(
-    record: Record, policies: list[str], model, budget_for, texts: Tensor, prompt: int, progress
+    record: Record,
+    policies: list[str],
+    model,
+    budget_for,
+    texts: Tensor,
+    prompt: int,
+    progress,
 ):
     """Measure the distance of each policy that is missing."""
     missing = record.missing(policies)
@@ -341,9 +366,10 @@ def main(
     shown = []
     with Progress(*bars, TimeRemainingColumn(compact=True), console=console) as progress:
         if needles:
-            workload = {**common, "prompts": prompts, "batch": batch, "new_tokens": new_tokens}
-            record = Record(out / "quality_needle.csv", workload, again)
             cases = [needle.document(prompt, tokenizer, seed) for seed in range(prompts)]
+            inputs = fingerprint([one.prompt_ids for one in cases])
+            shape = {"prompts": prompts, "batch": batch, "new_tokens": new_tokens}
+            record = Record(out / "quality_needle.csv", {**common, **shape, "inputs": inputs}, again)
             total = new_tokens * -(-prompts // batch)
 
             def hits_of(some, tick):
@@ -352,15 +378,10 @@ def main(
             run_hits(record, chosen, model, budget_for, cases, batch, hits_of, progress, total)
             shown.append((record, ("n", "hits", "lost_hits", "wilson_low", "wilson_high")))
         if after:
-            workload = {
-                **common,
-                "prompts": after_prompts,
-                "batch": batch,
-                "new_tokens": new_tokens,
-                "after": after,
-            }
-            record = Record(out / "quality_after.csv", workload, again)
             later = [asked_later(prompt, tokenizer, seed) for seed in range(after_prompts)]
+            inputs = fingerprint([torch.cat([one.prompt_ids, torch.tensor(one.then)]) for one in later])
+            shape = {"prompts": after_prompts, "batch": batch, "new_tokens": new_tokens, "after": after}
+            record = Record(out / "quality_after.csv", {**common, **shape, "inputs": inputs}, again)
             batches = [later[start : start + batch] for start in range(0, after_prompts, batch)]
             total = sum(after + max(len(one.then) for one in some) + new_tokens for some in batches)
 
@@ -370,11 +391,11 @@ def main(
             run_hits(record, chosen, model, budget_for, later, batch, later_hits_of, progress, total)
             shown.append((record, ("n", "hits", "lost_hits", "wilson_low", "wilson_high")))
         if kl:
-            workload = {**common, "texts": texts, "forced": forced, "text_seed": text_seed}
-            record = Record(out / "quality_kl.csv", workload, again)
-            whole = torch.stack(
-                [prose(prompt + forced, tokenizer, text_seed + text) for text in range(texts)]
-            )
+            seeds = range(text_seed, text_seed + texts)
+            whole = torch.stack([prose(prompt + forced, tokenizer, seed) for seed in seeds])
+            shape = {"texts": texts, "forced": forced, "text_seed": text_seed}
+            inputs = fingerprint(list(whole))
+            record = Record(out / "quality_kl.csv", {**common, **shape, "inputs": inputs}, again)
             run_distances(
                 record, [name for name in chosen if name != PLAIN], model, budget_for, whole, prompt, progress
             )

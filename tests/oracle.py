@@ -327,10 +327,7 @@ class Row:
                 lowest = utility[order[0]]
                 dropped = {min(i for i in order if utility[i] <= lowest + TIE * abs(lowest))}
             members = [
-                (l, g)
-                for l in range(len(self.layers))
-                for g in range(self.kv_heads)
-                if self.ranking(l, g) == ranking
+                (l, g) for l in range(len(self.layers)) for g in range(self.kv_heads) if self.ranking(l, g) == ranking
             ]
             if observed is not None:
                 own = dropped

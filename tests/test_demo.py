@@ -167,8 +167,6 @@ def test_the_model_finds_the_needle(loaded):
     for seed in range(4):
         made = needle.document(512, tokenizer, seed)
         prompt = made.prompt_ids[None]
-        out = model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False
-        )
+        out = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False)
         found += made.answer in tokenizer.decode(out[0, prompt.shape[1] :])
     assert found >= 3

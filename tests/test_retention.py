@@ -3,7 +3,6 @@
 import random
 
 import pytest
-import torch
 from allpairspy import AllPairs
 from factories import EOS, VOCABULARY, Forced, Watcher, left_padded, llama, prompts, retained_sets
 from oracle import Axes, Row
