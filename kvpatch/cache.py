@@ -448,7 +448,8 @@ def row_lengths(mask: Tensor) -> list[int]:
         if not fine:
             kind = "is padded on the right" if not ones[row, -1] else "has a hole"
             raise ValueError(
-                f"attention_mask row {row} {kind}; rows must be left-padded (tokenizer.padding_side = 'left')"
+                f"attention_mask row {row} {kind}; rows must be left-padded (tokenizer.padding_side = 'left'). If no "
+                "attention_mask was passed, transformers made this one from the pad token's places: pass one"
             )
     return lengths
 

@@ -83,22 +83,18 @@ class Decoder:
             logits = self._run(cache, tokens)
         else:
             key = (cache.scores, tokens.shape[0] > 1, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+            before = self.stats.compiles
             if key in self._warm:
                 with torch.compiler.set_stance("default", skip_guard_eval_unsafe=True):
                     logits = self._run(cache, tokens)
+                self.stats.recompiles += self.stats.compiles - before
             else:
-                logits = self._first(cache, tokens)
+                logits = self._run(cache, tokens)
                 self._warm.add(key)
+            if self.stats.compiles > before:
+                self.stats.compile_seconds += time.perf_counter() - started
         cache.end_step()
         self.stats.step_seconds.append(time.perf_counter() - started)
-        return logits
-
-    def _first(self, cache: SlotCache, tokens: Tensor) -> Tensor:
-        started = time.perf_counter()
-        before = self.stats.compiles
-        logits = self._run(cache, tokens)
-        if self.stats.compiles > before:
-            self.stats.compile_seconds += time.perf_counter() - started
         return logits
 
     def _run(self, cache: SlotCache, tokens: Tensor) -> Tensor:
