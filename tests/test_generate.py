@@ -45,6 +45,33 @@ def test_full_budget_changes_no_token(restored, lengths, compile, sampling):
     assert (handle.stats.compiles > 0) == compile
 
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+VARIANTS = {
+    "scaled RoPE of Llama 3.1": {"rope_parameters": LLAMA3},
+    "linear RoPE scaling": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "heads wider than the model": {"head_dim": 40},
+    "tied embeddings": {"tie_word_embeddings": True},
+    "eager attention": {"attn_implementation": "eager"},
+    "a query head per KV head": {"num_key_value_heads": 6},
+}
+
+
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
+def test_full_budget_changes_no_token_of_any_llama(config):
+    model, batch = llama(query_groups=3, **config), left_padded(prompts((70, 21)))
+    expected = run(model, batch)
+    kvpatch.patch(model, "inertia", budget=1.0, compile=False)
+    assert torch.equal(run(model, batch), expected)
+
+
 def test_a_budget_that_is_never_reached_changes_no_token(restored):
     batch = left_padded(prompts((37, 5)))
     expected = run(restored, batch)

@@ -1,0 +1,138 @@
+"""Write the README's tables from the records beside this file.
+
+    python profiles/tables.py            # rewrite README.md
+    python profiles/tables.py --check    # exit 1 if it would change
+
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`. Of several records of one row the last counts.
+"""
+
+import csv
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+HERE = Path(__file__).parent
+README = HERE.parent / "README.md"
+MARK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def records(name: str, key: tuple[str, ...]) -> list[dict]:
+    """Rows of a CSV file, the last of each key, in the order of their first appearance; none if it is not there."""
+    path = HERE / f"{name}.csv"
+    if not path.is_file():
+        return []
+    last: dict[tuple, dict] = {}
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            last[tuple(row.get(part) for part in key)] = row
+    return list(last.values())
+
+
+def markdown(head: list[str], rows: list[list[str]]) -> str:
+    """A table in markdown, figures to the right."""
+    if not rows:
+        return "(not recorded yet)\n"
+    align = ["---" if index == 0 else "---:" for index in range(len(head))]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (head, align, *rows))
+
+
+def decode() -> str:
+    """Speed of decode steps."""
+    head = ["batch, precision, way", "ms a step", "tok/s", "over static", "over dynamic", "GB/s", "read share", "peak MiB"]
+    rows = [
+        [
+            f"{row['batch']}, {row['dtype']}, {row['variant']}" + (" (refused: spread)" if row["refused"] == "True" else ""),
+            f"{float(row['p50_ms']):.1f}",
+            f"{float(row['tok_per_s']):.1f}",
+            ratio(row["paired_over_static"]),
+            ratio(row["paired_over_dynamic"]),
+            f"{float(row['gb_per_s']):.1f}",
+            f"{float(row['share_of_stream']):.2f}",
+            f"{float(row['peak_cache_bytes']) / 2**20:.0f}",
+        ]
+        for row in records("decode", ("batch", "dtype", "variant", "prompt", "budget"))
+    ]
+    return markdown(head, rows)
+
+
+def ratio(text: str) -> str:
+    """A ratio with one digit behind the point."""
+    return f"{float(text):.1f}x" if text else "-"
+
+
+def cold() -> str:
+    """First call with an empty compile cache."""
+    head = ["first call, empty compile cache", "compile s", "graphs", "first call s", "second call s"]
+    found = records("cold", ("repetition", "commit"))
+    if not found:
+        return markdown(head, [])
+    row = sorted(found, key=lambda one: float(one["compile_seconds"]))[len(found) // 2]
+    cells = [f"median of {len(found)}", f"{float(row['compile_seconds']):.1f}", row["graphs"]]
+    return markdown(
+        head, [[*cells, f"{float(row['first_call_seconds']):.1f}", f"{float(row['second_call_seconds']):.1f}"]]
+    )
+
+
+def long() -> str:
+    """One long generation."""
+    head = ["policy", "new tokens", "early ms a step", "late ms a step", "cache MiB", "RSS growth MiB", "recompiles"]
+    rows = [
+        [
+            row["variant"],
+            row["new_tokens"],
+            f"{float(row['early_p50_ms']):.1f}",
+            f"{float(row['late_p50_ms']):.1f}",
+            f"{float(row['cache_bytes']) / 2**20:.1f}",
+            f"{(float(row['rss_bytes_end']) - float(row['rss_bytes'])) / 2**20:.1f}",
+            row["recompiles"],
+        ]
+        for row in records("long", ("variant", "new_tokens"))
+    ]
+    return markdown(head, rows)
+
+
+def hits(name: str) -> str:
+    """Needles found per policy, with the interval."""
+    rows = [
+        [row["policy"], f"{row['hits']} of {row['n']}", f"{float(row['wilson_low']):.2f} to {float(row['wilson_high']):.2f}", row["lost_hits"]]
+        for row in records(name, ("policy", "prompt", "n"))
+    ]
+    return markdown(["policy", "found", "95 % interval", "lost"], rows)
+
+
+def kl() -> str:
+    """Divergence from the full cache."""
+    rows = [
+        [row["policy"], f"{float(row['kl_mean_nats']):.3f}", f"{float(row['kl_p95_nats']):.3f}", f"{float(row['top1_agreement']):.1%}"]
+        for row in records("quality_kl", ("policy", "prompt", "forced"))
+    ]
+    return markdown(["policy", "mean KL, nats", "95th percentile", "same first token"], rows)
+
+
+TABLES = {
+    "decode": decode,
+    "cold": cold,
+    "long": long,
+    "needle": lambda: hits("quality_needle"),
+    "after": lambda: hits("quality_after"),
+    "kl": kl,
+}
+
+
+def written(text: str) -> str:
+    """The text with every table made anew."""
+    return MARK.sub(lambda match: match[1] + "\n" + TABLES[match[2]]() + "\n" + match[3], text)
+
+
+def main(check: Annotated[bool, typer.Option(help="Only say whether the README is up to date.")] = False) -> None:
+    """Write the README's tables."""
+    text = README.read_text()
+    if check:
+        raise typer.Exit(int(written(text) != text))
+    README.write_text(written(text))
+
+
+if __name__ == "__main__":
+    typer.run(main)
