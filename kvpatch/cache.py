@@ -4,9 +4,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvpatch import attention, scoring, selection, slots
-from kvpatch.budget import UNSET, Budget
-from kvpatch.policy import Policy, resolve
+from kvpatch import attention, moving, scoring, selection, slots
+from kvpatch.budget import UNSET
+from kvpatch.policy import settle
+from kvpatch.rows import at_most, row_lengths, slots_read
 from kvpatch.stats import Stats
 
 
@@ -42,9 +43,11 @@ class SlotCache(Cache):
         scorer = scoring.scorer(self.policy.scorer)
         self.attends = {scores: slots.make_attend(self.policy, scorer, decode, scores) for scores in (False, True)}
         self._kept: slots.Buffers | None = None
+        self.before_move = _nothing  # called before buffers are moved or given back: let go of them
         self._forget()
 
     def _forget(self) -> None:
+        self.before_move()
         self.phase = "empty"  # then "prefill", "decode"
         self.columns = 0  # tokens consumed, pads included
         self.step = 0  # decode steps begun
@@ -78,7 +81,7 @@ class SlotCache(Cache):
                 self.policy.protected(limit)
         if new_tokens is not None:
             self.planned = 1 + max(
-                _at_most(length + new_tokens, limit) for length, limit in zip(prompt, self.limits, strict=True)
+                at_most(length + new_tokens, limit) for length, limit in zip(prompt, self.limits, strict=True)
             )
 
     def begin_forward(self, query: int, mask: Tensor | None) -> None:
@@ -114,7 +117,7 @@ class SlotCache(Cache):
             self._shape = slots.Shape.of(self.policy, len(self.layers), k)
             self.current = self._buffers(k.shape[0], max(end, self._columns_expected()) + 1)
         elif self.current.capacity <= end:
-            self._grow(2 * end)
+            self._grow(end + 1)
         self.current.add_layer(layer)
         self._note_bytes()
         keys, values = self.current.keys[layer], self.current.values[layer]
@@ -160,20 +163,12 @@ class SlotCache(Cache):
             lengths = [self.columns] * batch if self.mask is None else row_lengths(self.mask)
             self.plan(lengths, self.max_new_tokens)
         self.mask, self.expect_prompt = None, False
-        pads = torch.tensor([self.columns - length for length in self.prompt], device=self._shape.device)
-        if any(length < self.columns for length in self.prompt):
-            self._squeeze(pads)
+        pads = [self.columns - length for length in self.prompt]
+        if any(pads):
+            moving.squeeze(self.current, self.columns, torch.tensor(pads, device=self._shape.device))
         self._open_ledger(batch)
         self.phase = "decode"
         self.stats.note_rows(self.prompt, self.limits)
-
-    def _squeeze(self, pads: Tensor) -> None:
-        """Shift every row left over its pads, one layer at a time."""
-        order = (torch.arange(self.columns, device=pads.device) + pads[:, None]).clamp_max(self.columns - 1)
-        order = order[:, None].expand(-1, self._shape.kv_heads, -1)
-        for layer in range(len(self.layers)):
-            for side in (self.current.keys, self.current.values):
-                side[layer][:, :, : self.columns] = _gathered(side[layer], order)
 
     def _open_ledger(self, batch: int) -> None:
         device, current = self._shape.device, self.current
@@ -225,7 +220,7 @@ class SlotCache(Cache):
         """Open a decode step: which kind it is, how many slots it reads, and the new token's slot."""
         self.step += 1
         self.scores = self.policy.scores_at(self.step) and self.budget.evicts
-        n = max(_held(length, limit, self.step) for length, limit in zip(self.prompt, self.limits, strict=True))
+        n = max(slots_read(length, limit, self.step) for length, limit in zip(self.prompt, self.limits, strict=True))
         if n > self.current.capacity:
             self._grow(n)
         if n != self._read:
@@ -259,6 +254,11 @@ class SlotCache(Cache):
             for scores, attend in self.attends.items()
         }
 
+    @property
+    def step_views(self) -> object:
+        """Stays one object as long as steps meet the same buffers and read the same number of slots."""
+        return self._layers
+
     def layer_slots(self, layer: int) -> slots.LayerSlots | None:
         """One layer's tensors for the current decode step; None while the prompt is read."""
         if self.phase != "decode":
@@ -281,6 +281,7 @@ class SlotCache(Cache):
 
     def _cut(self) -> None:
         """Cut every row to its budget, moving one layer at a time into the slots and freeing its prompt."""
+        self.before_move()
         source, n = self.current, self._read
         held = [min(length + 1, limit or length + 1) for length, limit in zip(self.prompt, self.limits, strict=True)]
         utility, positions = source.utility[0, ..., :n], source.positions[..., :n]
@@ -295,21 +296,8 @@ class SlotCache(Cache):
                 self._kept = None
                 self._kept = self._allocate(source.batch, needed)
             target = self._kept
-            target.pending.zero_()
-        size, shape = max(held), self._shape
-        ranked = order.expand(shape.ranked_layers, source.batch, shape.kv_heads, size)
-        for layer in range(shape.layers):
-            chosen = ranked[layer if shape.ranked_layers > 1 else 0]
-            target.add_layer(layer)
-            for old, new in ((source.keys, target.keys), (source.values, target.values)):
-                new[layer][:, :, :size] = _gathered(old[layer], chosen)
-            self._note_bytes()
-            if target is not source:
-                source.drop_layer(layer)
-        kept_utility, kept_positions = utility.gather(-1, order), positions.gather(-1, order)
-        target.utility[0, ..., :size] = kept_utility
-        target.positions[..., :size] = kept_positions
-        counts = torch.tensor(held, device=shape.device)[None, :, None].expand_as(self._length)
+        moving.cut(source, target, order, self._note_bytes)
+        counts = torch.tensor(held, device=self._shape.device)[None, :, None].expand_as(self._length)
         self._length.copy_(counts)
         self._free.copy_(counts)
         self.current = target
@@ -318,30 +306,16 @@ class SlotCache(Cache):
 
     def _grow(self, needed: int) -> None:
         """Move to buffers of at least `needed` slots, doubling, one layer at a time."""
+        self.before_move()
         old = self.current
-        ceiling = max((length + 1 if limit is None else limit + 1) for length, limit in self._ceilings(needed))
-        capacity = max(needed, min(2 * old.capacity, ceiling))
-        new = self._allocate(old.batch, capacity)
-        for layer in range(len(self.layers)):
-            if old.keys[layer] is None:
-                continue
-            new.add_layer(layer)
-            new.keys[layer][:, :, : old.capacity] = old.keys[layer]
-            new.values[layer][:, :, : old.capacity] = old.values[layer]
-            self._note_bytes(new)
-            old.drop_layer(layer)
-        new.utility[..., : old.capacity] = old.utility
-        new.positions[..., : old.capacity] = old.positions
-        self._kept = new if self._kept is old else self._kept
+        limits = [limit for limit in self.limits if limit is not None]
+        most = max(limits) + 1 if limits and len(limits) == len(self.limits) else 2 * old.capacity
+        new = self._allocate(old.batch, max(needed, min(2 * old.capacity, most)))
+        moving.move(old, new, lambda: self._note_bytes(new))
+        self._kept = new if self._kept is old or self.phase == "decode" else self._kept
         self.current = new
         if self.phase == "decode":
-            self._kept = new
             self._bind()
-
-    def _ceilings(self, needed: int):
-        if not self.prompt:
-            return [(needed, None)]
-        return [(2 * needed, limit) for limit in self.limits]
 
     # ---- what is held ------------------------------------------------------------------------------------------
 
@@ -379,6 +353,10 @@ class SlotCache(Cache):
         return self.columns
 
 
+def _nothing() -> None:
+    pass
+
+
 class SlotLayer(CacheLayerMixin):
     """One layer of a `SlotCache`, as transformers' `Cache` expects it."""
 
@@ -414,58 +392,3 @@ class SlotLayer(CacheLayerMixin):
         raise NotImplementedError("beam search over a SlotCache is not supported yet")
 
     crop = batch_repeat_interleave = batch_select_indices = reorder_cache
-
-
-def settle(policy: str | Policy, budget, fields: dict) -> tuple[Policy, Budget]:
-    """Policy and budget as objects; the budget may be left out for a policy that evicts nothing."""
-    policy = resolve(policy, **fields)
-    if budget is UNSET and policy.evicts:
-        raise ValueError(
-            f'budget must be given for policy {policy.name!r}: tokens (int), a share of the prompt (float), or "full"'
-        )
-    budget = Budget.of(None if budget is UNSET else budget)
-    if not policy.evicts and budget.evicts:
-        raise ValueError(f"budget={budget} with policy {policy.name!r}, which evicts nothing: leave budget out")
-    return policy, budget
-
-
-def row_lengths(mask: Tensor) -> list[int]:
-    """Tokens of each row of a left-padded mask [B, L] of zeros and ones.
-
-    Raises:
-        ValueError: for right padding, holes, an empty row or other values, naming the row.
-    """
-    if mask.ndim != 2:
-        raise ValueError(f"attention_mask must be [batch, length], got shape {list(mask.shape)}")
-    ones = mask.bool()
-    if not torch.equal(ones.to(mask.dtype), mask):
-        raise ValueError("attention_mask must hold zeros and ones only")
-    lengths = ones.sum(-1).tolist()
-    expected = torch.arange(mask.shape[1], device=mask.device) >= (mask.shape[1] - ones.sum(-1, keepdim=True))
-    for row, (length, fine) in enumerate(zip(lengths, (ones == expected).all(-1).tolist(), strict=True)):
-        if length == 0:
-            raise ValueError(f"attention_mask row {row} is empty: every row needs at least one token")
-        if not fine:
-            kind = "is padded on the right" if not ones[row, -1] else "has a hole"
-            raise ValueError(
-                f"attention_mask row {row} {kind}; rows must be left-padded (tokenizer.padding_side = 'left'). If no "
-                "attention_mask was passed, transformers made this one from the pad token's places: pass one"
-            )
-    return lengths
-
-
-def _gathered(source: Tensor, order: Tensor) -> Tensor:
-    """source [B, G, C, D] at order [B, G, m] of its slots: [B, G, m, D]."""
-    rows = torch.arange(source.shape[0], device=source.device)[:, None, None]
-    heads = torch.arange(source.shape[1], device=source.device)[None, :, None]
-    return source[rows, heads, order]
-
-
-def _at_most(value: int, limit: int | None) -> int:
-    return value if limit is None else min(value, limit)
-
-
-def _held(length: int, limit: int | None, step: int) -> int:
-    """Slots of one row that step `step` reads: everything at step 1, then at most one more than the budget."""
-    seen = length + step
-    return seen if limit is None or step == 1 else min(seen, limit + 1)

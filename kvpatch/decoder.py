@@ -15,6 +15,7 @@ from kvpatch import slots
 from kvpatch.cache import SlotCache
 from kvpatch.linear import replace_linears
 from kvpatch.patches import Parts
+from kvpatch.replay import Tape
 from kvpatch.stats import Stats
 
 
@@ -28,6 +29,10 @@ def head_step(norm, head, hidden: Tensor, ledger: slots.Ledger, finish: Callable
     logits = head(norm(hidden[:, -1]))
     finish(ledger)
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _plainly(function: Callable, changing: tuple, *arguments) -> Tensor:
+    return function(*arguments)
 
 
 class Decoder:
@@ -49,6 +54,7 @@ class Decoder:
             False: plain,
             True: _finisher(policy, scoring_layers) if policy.coupling == "uniform" else plain,
         }
+        self._tape = Tape()
         self._layer = self._compile(layer_step) if compile else layer_step
         self._head = self._compile(head_step) if compile else head_step
         self._warm: set[tuple] = set()
@@ -65,7 +71,7 @@ class Decoder:
 
         self.stats.compiles += 1
         replace_linears(graph)
-        return compile_fx(graph, inputs)
+        return self._tape.wrap(compile_fx(graph, inputs))
 
     def step(self, cache: SlotCache, tokens: Tensor) -> Tensor:
         """Feed one token a row.
@@ -85,8 +91,7 @@ class Decoder:
             key = (cache.scores, tokens.shape[0] > 1, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
             before = self.stats.compiles
             if key in self._warm:
-                with torch.compiler.set_stance("default", skip_guard_eval_unsafe=True):
-                    logits = self._run(cache, tokens)
+                logits = self._again(cache, tokens)
                 self.stats.recompiles += self.stats.compiles - before
             else:
                 logits = self._run(cache, tokens)
@@ -97,13 +102,28 @@ class Decoder:
         self.stats.step_seconds.append(time.perf_counter() - started)
         return logits
 
-    def _run(self, cache: SlotCache, tokens: Tensor) -> Tensor:
-        parts, ledger = self.parts, cache.ledger
-        hidden = parts.embed(tokens[:, None])
-        cos, sin = parts.rotary(hidden, position_ids=ledger.newest[:, None])
+    def _again(self, cache: SlotCache, tokens: Tensor) -> Tensor:
+        """A step whose code is compiled: repeated from the tape, or looked up without evaluating guards."""
+        kind, owner = cache.scores, cache.step_views
+        if self._tape.holds(kind, owner):
+            return self._tape.play(kind, *self._enter(cache, tokens))
+        cache.before_move = self._tape.clear
+        with torch.compiler.set_stance("default", skip_guard_eval_unsafe=True):
+            return self._tape.record(kind, owner, lambda call: self._run(cache, tokens, call))
+
+    def _enter(self, cache: SlotCache, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """hidden [B, 1, E], cos and sin [B, 1, D] of the new tokens."""
+        hidden = self.parts.embed(tokens[:, None])
+        return hidden, *self.parts.rotary(hidden, position_ids=cache.ledger.newest[:, None])
+
+    def _run(self, cache: SlotCache, tokens: Tensor, call: Callable = _plainly) -> Tensor:
+        parts = self.parts
+        hidden, cos, sin = self._enter(cache, tokens)
         for index, layer in enumerate(parts.layers):
-            hidden = self._layer(layer, hidden, cos, sin, cache.layer_slots(index))
-        return self._head(parts.norm, parts.head, hidden, ledger, self._finish[cache.scores])
+            of_layer = cache.layer_slots(index)
+            hidden = call(self._layer, (hidden, cos, sin), layer, hidden, cos, sin, of_layer)
+        finish = self._finish[cache.scores]
+        return call(self._head, (hidden,), parts.norm, parts.head, hidden, cache.ledger, finish)
 
 
 def _finisher(policy, scored: int) -> Callable:

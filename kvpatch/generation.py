@@ -12,8 +12,9 @@ from transformers import StoppingCriteriaList, StopStringCriteria
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.configuration_utils import GenerationMode
 
-from kvpatch.cache import SlotCache, row_lengths
+from kvpatch.cache import SlotCache
 from kvpatch.prefill import read_prompt
+from kvpatch.rows import row_lengths
 
 CACHE_NAMES = ("cache", "past_key_values")
 # Generation settings that need a cache that can be cropped, another cache, or another loop.

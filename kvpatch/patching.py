@@ -12,16 +12,15 @@ from torch import nn
 
 from kvpatch import attention, generation, patches
 from kvpatch.budget import UNSET, Budget
-from kvpatch.cache import SlotCache, settle
+from kvpatch.cache import SlotCache
 from kvpatch.decoder import Decoder
-from kvpatch.errors import UnsupportedModelError, VerificationError
+from kvpatch.errors import UnsupportedModelError
 from kvpatch.explanation import Explanation
-from kvpatch.policy import Policy
+from kvpatch.policy import Policy, settle
 from kvpatch.stats import Stats
+from kvpatch.verification import compare, probe
 
 ATTRIBUTE = "_kvpatch"
-# Relative RMS of logits: what one more order of summation may cost in that precision.
-TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-2}
 
 
 class Patch:
@@ -106,6 +105,7 @@ class Patch:
 
     def release_cache(self, cache: SlotCache) -> None:
         """The caller owns this cache from now on, with a copy of its counters."""
+        cache.before_move()
         cache.stats = self.stats.snapshot()
         if cache is self._cache:
             self._cache = None
@@ -215,11 +215,11 @@ def patch(
     if earlier is not None:
         earlier.undo()
     try:
-        expected = _probe(model, handle.keyword, None) if verify else None
+        expected = probe(model, handle.keyword, None) if verify else None
         handle.install()
         if verify:
             cache = SlotCache(model.config, "full", backend=handle.backend)
-            _verify(expected, _probe(model, handle.keyword, cache), model)
+            compare(expected, probe(model, handle.keyword, cache), model)
     except BaseException:
         handle.undo()
         if earlier is not None:
@@ -297,50 +297,3 @@ def _base_forward(original):
         return output
 
     return forward
-
-
-@torch.no_grad()
-def _probe(model, keyword: str, cache) -> torch.Tensor:
-    """Logits of eight prompt tokens and two decode steps, [3, V]."""
-    tokens = torch.arange(1, 11, device=model.device)[None] % model.config.vocab_size
-    with _without_hooks(model):
-        logits = []
-        for block in (tokens[:, :8], tokens[:, 8:9], tokens[:, 9:10]):
-            # Asked for nothing more, transformers installs no hooks of its own into what `_without_hooks` puts away.
-            output = model(
-                input_ids=block,
-                use_cache=True,
-                output_hidden_states=False,
-                output_attentions=False,
-                **{keyword: cache},
-            )
-            cache = output[keyword]
-            logits.append(output.logits[0, -1].float())
-    return torch.stack(logits)
-
-
-def _verify(expected: torch.Tensor, got: torch.Tensor, model) -> None:
-    error = ((got - expected).square().mean().sqrt() / expected.square().mean().sqrt()).item()
-    allowed = TOLERANCE.get(model.dtype, 3e-2)
-    if not error <= allowed:
-        raise VerificationError(
-            f"the rewritten attention of {type(model).__name__} differs from its own by {error:.2g} (relative RMS of "
-            f"logits, {allowed:.0e} allowed for {model.dtype}); the model has been left as it was"
-        )
-
-
-@contextlib.contextmanager
-def _without_hooks(model):
-    """No forward hook of the user's sees the probe."""
-    silenced = []
-    try:
-        for module in model.modules():
-            for name in ("_forward_hooks", "_forward_pre_hooks"):
-                hooks = module.__dict__[name]
-                if hooks:
-                    silenced.append((module, name, hooks))
-                    module.__dict__[name] = type(hooks)()
-        yield
-    finally:
-        for module, name, hooks in silenced:
-            module.__dict__[name] = hooks

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvpatch import scoring
+from kvpatch.budget import UNSET, Budget
 
 AGGREGATIONS = ("single", "cumulative", "ema")
 COUPLINGS = ("sequential", "uniform", "per_layer", "per_head")
@@ -208,3 +209,16 @@ def resolve(policy: "str | Policy", **fields) -> Policy:
     elif not isinstance(policy, Policy):
         raise TypeError(f"policy must be a name or a kvpatch.Policy, got {policy!r}")
     return policy.replace(**fields) if fields else policy
+
+
+def settle(policy: str | Policy, budget, fields: dict) -> tuple[Policy, Budget]:
+    """Policy and budget as objects; the budget may be left out for a policy that evicts nothing."""
+    policy = resolve(policy, **fields)
+    if budget is UNSET and policy.evicts:
+        raise ValueError(
+            f'budget must be given for policy {policy.name!r}: tokens (int), a share of the prompt (float), or "full"'
+        )
+    budget = Budget.of(None if budget is UNSET else budget)
+    if not policy.evicts and budget.evicts:
+        raise ValueError(f"budget={budget} with policy {policy.name!r}, which evicts nothing: leave budget out")
+    return policy, budget

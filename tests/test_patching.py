@@ -200,7 +200,7 @@ def test_an_error_during_verification_leaves_the_model_as_it_was(model, monkeypa
     def fails(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(patching, "_verify", fails)
+    monkeypatch.setattr(patching, "compare", fails)
     with pytest.raises(KeyboardInterrupt):
         patch(model)
     assert_restored(before, model)

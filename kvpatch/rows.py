@@ -1,0 +1,40 @@
+"""What the host knows of a batch's rows: lengths, and how many slots a step needs of them."""
+
+import torch
+from torch import Tensor
+
+
+def row_lengths(mask: Tensor) -> list[int]:
+    """Tokens of each row of a left-padded mask [B, L] of zeros and ones.
+
+    Raises:
+        ValueError: for right padding, holes, an empty row or other values, naming the row.
+    """
+    if mask.ndim != 2:
+        raise ValueError(f"attention_mask must be [batch, length], got shape {list(mask.shape)}")
+    ones = mask.bool()
+    if not torch.equal(ones.to(mask.dtype), mask):
+        raise ValueError("attention_mask must hold zeros and ones only")
+    lengths = ones.sum(-1).tolist()
+    expected = torch.arange(mask.shape[1], device=mask.device) >= (mask.shape[1] - ones.sum(-1, keepdim=True))
+    for row, (length, fine) in enumerate(zip(lengths, (ones == expected).all(-1).tolist(), strict=True)):
+        if length == 0:
+            raise ValueError(f"attention_mask row {row} is empty: every row needs at least one token")
+        if not fine:
+            kind = "is padded on the right" if not ones[row, -1] else "has a hole"
+            raise ValueError(
+                f"attention_mask row {row} {kind}; rows must be left-padded (tokenizer.padding_side = 'left'). If no "
+                "attention_mask was passed, transformers made this one from the pad token's places: pass one"
+            )
+    return lengths
+
+
+def at_most(value: int, limit: int | None) -> int:
+    """The value, or the row's limit if it has one and that is less."""
+    return value if limit is None else min(value, limit)
+
+
+def slots_read(length: int, limit: int | None, step: int) -> int:
+    """Slots of one row that step `step` reads: everything at step 1, then at most one more than the budget."""
+    seen = length + step
+    return seen if limit is None or step == 1 else min(seen, limit + 1)

@@ -1,0 +1,107 @@
+"""Repeating compiled steps from the tape: what is repeated, what is not, and what it holds on to."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from factories import PAD, left_padded, llama, prompts
+
+import kvpatch
+from kvpatch.replay import Tape
+
+
+def run(model, lengths, **more):
+    settings = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": PAD} | more
+    return model.generate(**left_padded(prompts(lengths)), **settings)
+
+
+@pytest.fixture(scope="module")
+def patched():
+    model = llama(query_groups=3, dtype=torch.float32)
+    return model, kvpatch.patch(model, "inertia-lazy", budget=12)
+
+
+@pytest.fixture
+def played(monkeypatch):
+    """Kinds of the steps that were repeated."""
+    kinds = []
+    original = Tape.play
+
+    def play(self, kind, *tensors):
+        kinds.append(kind)
+        return original(self, kind, *tensors)
+
+    monkeypatch.setattr(Tape, "play", play)
+    return kinds
+
+
+def test_steps_of_an_unchanged_shape_are_repeated_and_give_the_same_tokens(patched, played):
+    model, handle = patched
+    expected = {}
+    with kvpatch.patched(llama(query_groups=3, dtype=torch.float32), "inertia-lazy", budget=12, compile=False) as eager:
+        for lengths in ((50,), (50, 9, 31)):
+            expected[lengths] = run(eager.model, lengths)
+    for lengths, tokens in expected.items():
+        for _ in range(2):
+            played.clear()
+            assert torch.equal(run(model, lengths), tokens)
+            # 39 steps: the first at full length, one of each kind that is recorded, and the rest.
+            assert len(played) == 36
+            assert set(played) == {False, True}
+
+
+def test_a_growing_cache_is_never_repeated_with_the_wrong_length(patched, played):
+    model, handle = patched
+    cache = kvpatch.SlotCache(model.config, "inertia-lazy", 1.0)
+    tokens = run(model, (20,), **{handle.keyword: cache})
+    assert not played
+    kvpatch.unpatch(model)
+    expected = run(model, (20,))
+    handle.install()
+    assert torch.equal(tokens, expected)
+
+
+def test_new_weights_are_met_by_the_next_call(patched):
+    model, handle = patched
+    before = run(model, (50,))
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    changed = {name: value * 1.3 for name, value in state.items()}
+    model.load_state_dict(changed, assign=True)
+    different = run(model, (50,))
+    model.load_state_dict(state, assign=True)
+    assert torch.equal(run(model, (50,)), before)
+    assert not torch.equal(different, before)
+
+
+def test_freed_buffers_are_gone(patched):
+    model, handle = patched
+    run(model, (50,))
+    buffers = weakref.ref(handle._cache.current.keys[0])
+    assert buffers() is not None
+    handle.free()
+    gc.collect()
+    assert buffers() is None
+
+
+def test_a_prompt_that_needs_more_room_does_not_keep_the_old_buffers(patched):
+    model, handle = patched
+    run(model, (30,), max_new_tokens=30)
+    old = weakref.ref(handle._cache.current.keys[0])
+    seen = []
+
+    class Look:
+        def put(self, value):
+            gc.collect()
+            seen.append(old() is None)
+
+        def end(self):
+            pass
+
+    handle.policy, kept = handle.policy, handle.budget
+    try:
+        handle._cache.budget = kvpatch.Budget(300)
+        run(model, (200,), streamer=Look())
+    finally:
+        handle._cache.budget = kept
+    assert seen[-1]
