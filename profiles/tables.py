@@ -40,10 +40,20 @@ def markdown(head: list[str], rows: list[list[str]]) -> str:
 
 def decode() -> str:
     """Speed of decode steps."""
-    head = ["batch, precision, way", "ms a step", "tok/s", "over static", "over dynamic", "GB/s", "read share", "peak MiB"]
+    head = [
+        "batch, precision, way",
+        "ms a step",
+        "tok/s",
+        "over static",
+        "over dynamic",
+        "GB/s",
+        "read share",
+        "peak MiB",
+    ]
     rows = [
         [
-            f"{row['batch']}, {row['dtype']}, {row['variant']}" + (" (refused: spread)" if row["refused"] == "True" else ""),
+            f"{row['batch']}, {row['dtype']}, {row['variant']}"
+            + (" (refused: spread)" if row["refused"] == "True" else ""),
             f"{float(row['p50_ms']):.1f}",
             f"{float(row['tok_per_s']):.1f}",
             ratio(row["paired_over_static"]),
@@ -96,7 +106,12 @@ def long() -> str:
 def hits(name: str) -> str:
     """Needles found per policy, with the interval."""
     rows = [
-        [row["policy"], f"{row['hits']} of {row['n']}", f"{float(row['wilson_low']):.2f} to {float(row['wilson_high']):.2f}", row["lost_hits"]]
+        [
+            row["policy"],
+            f"{row['hits']} of {row['n']}",
+            f"{float(row['wilson_low']):.2f} to {float(row['wilson_high']):.2f}",
+            row["lost_hits"],
+        ]
         for row in records(name, ("policy", "prompt", "n"))
     ]
     return markdown(["policy", "found", "95 % interval", "lost"], rows)
@@ -105,7 +120,12 @@ def hits(name: str) -> str:
 def kl() -> str:
     """Divergence from the full cache."""
     rows = [
-        [row["policy"], f"{float(row['kl_mean_nats']):.3f}", f"{float(row['kl_p95_nats']):.3f}", f"{float(row['top1_agreement']):.1%}"]
+        [
+            row["policy"],
+            f"{float(row['kl_mean_nats']):.3f}",
+            f"{float(row['kl_p95_nats']):.3f}",
+            f"{float(row['top1_agreement']):.1%}",
+        ]
         for row in records("quality_kl", ("policy", "prompt", "forced"))
     ]
     return markdown(["policy", "mean KL, nats", "95th percentile", "same first token"], rows)
