@@ -7,7 +7,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from kvpatch import attention, moving, scoring, selection, slots
 from kvpatch.budget import UNSET
 from kvpatch.policy import settle
-from kvpatch.rows import at_most, row_lengths, slots_read
+from kvpatch.rows import HEADROOM, at_most, row_lengths, slots_read
 from kvpatch.stats import Stats
 
 
@@ -80,8 +80,9 @@ class SlotCache(Cache):
             if limit is not None:
                 self.policy.protected(limit)
         if new_tokens is not None:
+            ahead = min(new_tokens, HEADROOM)
             self.planned = 1 + max(
-                at_most(length + new_tokens, limit) for length, limit in zip(prompt, self.limits, strict=True)
+                at_most(length + ahead, limit) for length, limit in zip(prompt, self.limits, strict=True)
             )
 
     def begin_forward(self, query: int, mask: Tensor | None) -> None:

@@ -14,7 +14,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from kvpatch.cache import SlotCache
 from kvpatch.prefill import read_prompt
-from kvpatch.rows import row_lengths
+from kvpatch.rows import HEADROOM, row_lengths
 
 CACHE_NAMES = ("cache", "past_key_values")
 # Generation settings that need a cache that can be cropped, another cache, or another loop.
@@ -109,7 +109,7 @@ def _effective_config(model, call: dict):
     """The generation config that transformers will arrive at."""
     given = copy.deepcopy(call.get("generation_config"))
     names = inspect.signature(type(model).generate).parameters
-    fields = {name: copy.copy(value) for name, value in call.items() if name not in names and name != "tokenizer"}
+    fields = {name: value for name, value in call.items() if name not in names and name != "tokenizer"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return model._prepare_generation_config(given, **fields)[0]
@@ -167,15 +167,17 @@ def _decode(handle, cache, input_ids, processors, criteria, config, model_kwargs
     batch, columns = input_ids.shape
     mask = model_kwargs.get("attention_mask")
     lengths = [columns] * batch if mask is None else row_lengths(mask)
+    positions = model_kwargs.get("position_ids")
+    check_positions(positions, lengths, columns)
     cache.plan(lengths, config.max_length - columns - 1)
     started = time.perf_counter()
     logits = read_prompt(
-        model, handle.parts.base, handle.keyword, cache, input_ids, mask, model_kwargs.get("position_ids")
+        model, handle.parts.base, handle.keyword, cache, input_ids, mask, positions, config.prefill_chunk_size
     )
     stats.prefill_seconds = time.perf_counter() - started
 
-    ids = input_ids.new_empty(batch, config.max_length)
-    ids[:, :columns] = input_ids
+    decoder = handle.decoder_for(cache)
+    ids = input_ids
     has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
     pad = None if config._pad_token_tensor is None else config._pad_token_tensor.to(input_ids.device)
     unfinished = torch.ones(batch, dtype=torch.bool, device=input_ids.device)
@@ -184,7 +186,7 @@ def _decode(handle, cache, input_ids, processors, criteria, config, model_kwargs
     raw_logits = () if keeps and config.output_logits else None
     while True:
         # Processors may write into what they are given, and float64 logits become float32 here as in transformers.
-        raw = logits.to(torch.float32, copy=True)
+        raw = logits.to(input_ids.device, torch.float32, copy=True)
         seen = ids[:, :columns]
         chosen_by = processors(seen, raw.clone() if raw_logits is not None else raw)
         if scores is not None:
@@ -194,6 +196,9 @@ def _decode(handle, cache, input_ids, processors, criteria, config, model_kwargs
         tokens = draw(chosen_by) if config.do_sample else chosen_by.argmax(-1)
         if has_eos:
             tokens = torch.where(unfinished, tokens, pad)
+        if columns == ids.shape[1]:
+            room = min(config.max_length, max(2 * columns, columns + HEADROOM)) - columns
+            ids = torch.cat((ids, ids.new_empty(batch, room)), -1)
         ids[:, columns] = tokens
         columns += 1
         unfinished = unfinished & ~criteria(ids[:, :columns], scores)
@@ -203,13 +208,28 @@ def _decode(handle, cache, input_ids, processors, criteria, config, model_kwargs
             break
         if batch > 1:
             cache.set_active(unfinished)
-        logits = handle.decoder_for(cache).step(cache, tokens)
+        logits = decoder.step(cache, tokens.to(model.device))
     if streamer is not None:
         streamer.end()
     sequences = ids[:, :columns].clone()
     if not keeps:
         return sequences
     return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=raw_logits, **{handle.keyword: cache})
+
+
+def check_positions(positions: Tensor | None, lengths: list[int], columns: int) -> None:
+    """A row's positions count its own tokens from 0: anything else can't be continued by the step.
+
+    Raises:
+        ValueError: naming the row.
+    """
+    for row, length in enumerate(lengths if positions is not None else ()):
+        given = positions[min(row, positions.shape[0] - 1), columns - length :].tolist()
+        if given != list(range(length)):
+            raise ValueError(
+                f"position_ids row {row} must count that row's tokens from 0 to {length - 1}, as the attention_mask "
+                "does; leave position_ids out"
+            )
 
 
 def draw(scores: Tensor) -> Tensor:

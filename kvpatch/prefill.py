@@ -17,7 +17,14 @@ def block_length(columns: int, padded: bool, implementation: str) -> int:
 
 
 def read_prompt(
-    model, base, keyword: str, cache, input_ids: Tensor, mask: Tensor | None, position_ids: Tensor | None
+    model,
+    base,
+    keyword: str,
+    cache,
+    input_ids: Tensor,
+    mask: Tensor | None,
+    position_ids: Tensor | None,
+    block: int | None = None,
 ) -> Tensor:
     """Read the whole prompt into the cache.
 
@@ -26,12 +33,16 @@ def read_prompt(
         keyword: name of the cache argument.
         cache: an empty SlotCache; mutated.
         input_ids: [B, L] int64.   mask: [B, L] or None.   position_ids: [B, L] or None.
+        block: queries a block, if the caller wants a certain number.
 
     Returns:
         logits after the last column, [B, V].
     """
     columns = input_ids.shape[1]
-    size = block_length(columns, mask is not None, model.config._attn_implementation)
+    input_ids, mask, position_ids = (
+        None if tensor is None else tensor.to(model.device) for tensor in (input_ids, mask, position_ids)
+    )
+    size = block or block_length(columns, mask is not None, model.config._attn_implementation)
     cache.expect(columns)
     for start in range(0, columns, size):
         end = min(start + size, columns)

@@ -3,6 +3,9 @@
 import torch
 from torch import Tensor
 
+# New tokens that room is made for ahead; more are made room for by doubling, since most generations end early.
+HEADROOM = 4096
+
 
 def row_lengths(mask: Tensor) -> list[int]:
     """Tokens of each row of a left-padded mask [B, L] of zeros and ones.

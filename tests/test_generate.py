@@ -336,3 +336,39 @@ def test_two_threads_on_one_model_are_told_apart(restored):
 
     run(restored, batch, logits_processor=[Second()])
     assert "generating in another thread" in errors[0]
+
+
+def test_room_for_many_tokens_is_made_as_they_come(restored, monkeypatch):
+    from kvpatch import cache, generation
+
+    for module in (cache, generation):
+        monkeypatch.setattr(module, "HEADROOM", 16)
+    batch = left_padded(prompts((20, 7)))
+    expected = run(restored, batch, max_new_tokens=150)
+    handle = kvpatch.patch(restored, "full", compile=False)
+    assert torch.equal(run(restored, batch, max_new_tokens=150), expected)
+    assert handle._cache.current.capacity < 2 * 170
+    ended = run(restored, batch, max_new_tokens=10**9, eos_token_id=list(range(1, 60)))  # ends long before
+    assert ended.shape[1] < 10**4
+
+
+def test_positions_that_the_steps_would_not_continue_are_refused(restored):
+    batch = left_padded(prompts((20, 7)))
+    kvpatch.patch(restored, "full", compile=False)
+    with pytest.raises(ValueError, match="position_ids row 0 must count"):
+        run(restored, batch, position_ids=torch.arange(5, 25).repeat(2, 1))
+    counted = (batch["attention_mask"].cumsum(-1) - 1).clamp_min(0)
+    assert run(restored, batch, position_ids=counted).shape == (2, 60)
+
+
+def test_the_prompt_is_read_in_blocks_of_the_asked_length(restored):
+    batch = left_padded(prompts((50, 31)))
+    expected = run(restored, batch)
+    blocks = []
+    kvpatch.patch(restored, "full", compile=False)
+    hook = restored.model.register_forward_pre_hook(
+        lambda module, args, kwargs: blocks.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    assert torch.equal(run(restored, batch, prefill_chunk_size=17), expected)
+    hook.remove()
+    assert blocks == [17, 17, 16]
