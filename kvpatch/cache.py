@@ -60,7 +60,6 @@ class SlotCache(Cache):
         self.current: slots.Buffers | None = None
         self.ledger: slots.Ledger | None = None
         self._views: list[tuple] = []
-        self._layers: dict[bool, list[slots.LayerSlots]] = {}
 
     # ---- prefill -----------------------------------------------------------------------------------------------
 
@@ -215,7 +214,23 @@ class SlotCache(Cache):
             ):
                 slots.mark_dynamic(tensor, slot_dim, row_dim if several else None)
             self._views.append((keys, values, utility, positions, free, length))
-        self._read = 0
+        for tensor, row_dim in ((self._newest, 0), (self._active, 0), *((tensor, 0) for tensor in self._rows)):
+            slots.mark_dynamic(tensor, None, row_dim if several else None)
+        self.ledger = slots.Ledger(
+            current.utility,
+            current.pending,
+            current.positions,
+            self._free,
+            self._length,
+            self._newest,
+            self._active,
+            self._rows,
+            self._index[:0],
+        )
+        for tensor, row_dim in zip(self.ledger[:5], (2, 2, 1, 1, 1), strict=True):
+            slots.mark_dynamic(tensor, None, row_dim if several else None)
+        for tensor in self.ledger[:3]:
+            slots.mark_dynamic(tensor, tensor.ndim - 1, None)
 
     def begin_step(self) -> None:
         """Open a decode step: which kind it is, how many slots it reads, and the new token's slot."""
@@ -224,47 +239,23 @@ class SlotCache(Cache):
         n = max(slots_read(length, limit, self.step) for length, limit in zip(self.prompt, self.limits, strict=True))
         if n > self.current.capacity:
             self._grow(n)
-        if n != self._read:
-            self._read_slots(n)
+        if n != self.ledger.index.shape[0]:
+            index = self._index[:n]
+            slots.mark_dynamic(index, 0, None)
+            self.ledger = self.ledger._replace(index=index)
         slots.begin(self.ledger, self.policy)
-
-    def _read_slots(self, n: int) -> None:
-        index = self._index[:n]
-        slots.mark_dynamic(index, 0, None)
-        self._read = n
-        self.ledger = slots.Ledger(
-            self.current.utility,
-            self.current.pending,
-            self.current.positions,
-            self._free,
-            self._length,
-            self._newest,
-            self._active,
-            self._rows,
-            index,
-        )
-        several = self.current.batch > 1
-        for tensor, row_dim in zip(self.ledger, (2, 2, 1, 1, 1, 0, 0), strict=False):
-            slots.mark_dynamic(tensor, None, row_dim if several else None)
-        for tensor in self.ledger[:3]:
-            slots.mark_dynamic(tensor, tensor.ndim - 1, None)
-        for tensor in self._rows:
-            slots.mark_dynamic(tensor, None, 0 if several else None)
-        self._layers = {
-            scores: [slots.LayerSlots(*views, index, attend) for views in self._views]
-            for scores, attend in self.attends.items()
-        }
 
     @property
     def step_views(self) -> object:
-        """Stays one object as long as steps meet the same buffers and read the same number of slots."""
-        return self._layers
+        """Stays one object as long as steps meet the same buffers."""
+        return self._views
 
     def layer_slots(self, layer: int) -> slots.LayerSlots | None:
         """One layer's tensors for the current decode step; None while the prompt is read."""
         if self.phase != "decode":
             return None
-        return self._layers[self.scores and layer in self.scoring_layers][layer]
+        attend = self.attends[self.scores and layer in self.scoring_layers]
+        return slots.LayerSlots(*self._views[layer], self.ledger.index, attend)
 
     def set_active(self, active: Tensor) -> None:
         """Freeze the rows where `active` [B] is False: what they hold stays as it is."""
@@ -283,7 +274,7 @@ class SlotCache(Cache):
     def _cut(self) -> None:
         """Cut every row to its budget, moving one layer at a time into the slots and freeing its prompt."""
         self.before_move()
-        source, n = self.current, self._read
+        source, n = self.current, self.ledger.index.shape[0]
         held = [min(length + 1, limit or length + 1) for length, limit in zip(self.prompt, self.limits, strict=True)]
         utility, positions = source.utility[0, ..., :n], source.positions[..., :n]
         valid = self.ledger.index < self._length[..., None]

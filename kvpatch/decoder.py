@@ -15,7 +15,7 @@ from kvpatch import slots
 from kvpatch.cache import SlotCache
 from kvpatch.linear import replace_linears
 from kvpatch.patches import Parts
-from kvpatch.replay import Tape
+from kvpatch.replay import Tape, symbols_of
 from kvpatch.stats import Stats
 
 
@@ -71,7 +71,7 @@ class Decoder:
 
         self.stats.compiles += 1
         replace_linears(graph)
-        return self._tape.wrap(compile_fx(graph, inputs))
+        return self._tape.wrap(compile_fx(graph, inputs), symbols_of(graph))
 
     def step(self, cache: SlotCache, tokens: Tensor) -> Tensor:
         """Feed one token a row.
@@ -106,7 +106,7 @@ class Decoder:
         """A step whose code is compiled: repeated from the tape, or looked up without evaluating guards."""
         kind, owner = cache.scores, cache.step_views
         if self._tape.holds(kind, owner):
-            return self._tape.play(kind, *self._enter(cache, tokens))
+            return self._tape.play(kind, *self._enter(cache, tokens), cache.ledger.index)
         cache.before_move = self._tape.clear
         with torch.compiler.set_stance("default", skip_guard_eval_unsafe=True):
             return self._tape.record(kind, owner, lambda call: self._run(cache, tokens, call))
@@ -119,11 +119,12 @@ class Decoder:
     def _run(self, cache: SlotCache, tokens: Tensor, call: Callable = _plainly) -> Tensor:
         parts = self.parts
         hidden, cos, sin = self._enter(cache, tokens)
-        for index, layer in enumerate(parts.layers):
-            of_layer = cache.layer_slots(index)
-            hidden = call(self._layer, (hidden, cos, sin), layer, hidden, cos, sin, of_layer)
+        index = cache.ledger.index
+        for number, layer in enumerate(parts.layers):
+            of_layer = cache.layer_slots(number)
+            hidden = call(self._layer, (hidden, cos, sin, index), layer, hidden, cos, sin, of_layer)
         finish = self._finish[cache.scores]
-        return call(self._head, (hidden,), parts.norm, parts.head, hidden, cache.ledger, finish)
+        return call(self._head, (hidden, cos, sin, index), parts.norm, parts.head, hidden, cache.ledger, finish)
 
 
 def _finisher(policy, scored: int) -> Callable:

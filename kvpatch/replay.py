@@ -1,14 +1,18 @@
 """Running a step's compiled code again without asking which code that is.
 
 torch.compile looks a call's code up by its arguments, layer after layer, and fetches every parameter anew: on a CPU
-about a tenth of a small model's step. Between two steps of one kind that read the same number of slots nothing of that
-changes but three tensors. So the calls of the first such step are written down, and later ones repeat them.
+about a tenth of a small model's step. Between two steps of one kind over the same buffers nothing of that changes but
+four tensors, and the number of slots that a growing cache reads. So the calls of the first such step are written down,
+and later ones repeat them.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, fx
+
+INDEX = 3  # place of the slots' index among what changes
 
 
 class Call(NamedTuple):
@@ -16,7 +20,14 @@ class Call(NamedTuple):
 
     code: Callable
     arguments: list
-    changing: dict[int, int]  # place among the arguments -> place among (hidden, cos, sin)
+    changing: dict[int, int]  # place among the arguments -> place among (hidden, cos, sin, index, n)
+
+
+def symbols_of(graph: fx.GraphModule) -> list:
+    """For each argument of a graph: of an integer or a vector's length the symbol that stands for it, else None."""
+    examples = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
+    sizes = [one.shape[0] if isinstance(one, Tensor) and one.ndim == 1 else one for one in examples]
+    return [size.node.expr if isinstance(size, torch.SymInt) else None for size in sizes]
 
 
 class Tape:
@@ -30,13 +41,13 @@ class Tape:
         self._recording: list[Call] | None = None
         self._ran: tuple | None = None
 
-    def wrap(self, code: Callable) -> Callable:
-        """Compiled code that says what it was called with while a step is recorded."""
+    def wrap(self, code: Callable, symbols: Sequence) -> Callable:
+        """Compiled code that says what it was called with while a step is recorded; symbols as `symbols_of`."""
 
         def noting(*arguments):
             outputs = code(*arguments)
             if self._recording is not None:
-                self._ran = (code, arguments, outputs)
+                self._ran = (code, arguments, outputs, symbols)
             return outputs
 
         return noting
@@ -46,13 +57,13 @@ class Tape:
         self._steps.clear()
 
     def holds(self, kind: Hashable, owner: object) -> bool:
-        """Whether a step of that kind was recorded for that very owner, which is replaced when a shape changes."""
+        """Whether a step of that kind was recorded for that very owner, which is replaced when a buffer changes."""
         return kind in self._steps and self._steps[kind][0] is owner
 
     def record(self, kind: Hashable, owner: object, step: Callable[[Callable], Tensor]) -> Tensor:
         """Run `step(call)`, which makes its calls as ``call(function, changing, *arguments)``, and write them down.
 
-        `changing` are those of the arguments that will differ when the step is repeated.
+        `changing` are hidden, cos, sin and index: those arguments, or parts of them, that differ from step to step.
         """
         self._recording = calls = []
         try:
@@ -70,16 +81,21 @@ class Tape:
         if ran is None or not isinstance(ran[2], (tuple, list)) or result is not ran[2][0]:
             self._recording.append(None)  # not one piece of code with one result: such a step is not repeated
             return result
-        code, given, _ = ran
+        code, given, _, symbols = ran
         places = {at: index for at, value in enumerate(given) for index, one in enumerate(changing) if value is one}
+        n = next((symbols[at] for at, index in places.items() if index == INDEX), None)
+        for at, value in enumerate(given):
+            if isinstance(value, int) and symbols[at] == n:
+                places[at] = INDEX + 1
         self._recording.append(Call(code, list(given), places))
         return result
 
-    def play(self, kind: Hashable, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def play(self, kind: Hashable, hidden: Tensor, cos: Tensor, sin: Tensor, index: Tensor) -> Tensor:
         """Repeat the step: each call gets the result of the one before it. Returns the last one's."""
+        n = index.shape[0]
         for code, arguments, changing in self._steps[kind][1]:
-            given = (hidden, cos, sin)
-            for at, index in changing.items():
-                arguments[at] = given[index]
+            given = (hidden, cos, sin, index, n)
+            for at, which in changing.items():
+                arguments[at] = given[which]
             hidden = code(*arguments)[0]
         return hidden

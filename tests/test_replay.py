@@ -51,15 +51,30 @@ def test_steps_of_an_unchanged_shape_are_repeated_and_give_the_same_tokens(patch
             assert set(played) == {False, True}
 
 
-def test_a_growing_cache_is_never_repeated_with_the_wrong_length(patched, played):
+@pytest.mark.parametrize("lengths", [(20,), (20, 9)])
+def test_steps_of_a_growing_cache_are_repeated_with_the_length_of_each(patched, played, lengths):
     model, handle = patched
-    cache = kvpatch.SlotCache(model.config, "inertia-lazy", 1.0)
-    tokens = run(model, (20,), **{handle.keyword: cache})
-    assert not played
     kvpatch.unpatch(model)
-    expected = run(model, (20,))
+    expected = run(model, lengths)
     handle.install()
-    assert torch.equal(tokens, expected)
+    run(model, lengths)
+    played.clear()
+    cache = kvpatch.SlotCache(model.config, "inertia-lazy", 1.0)
+    assert torch.equal(run(model, lengths, **{handle.keyword: cache}), expected)
+    assert len(played) == 38  # all but the recorded one
+
+
+def test_a_cache_that_grows_into_larger_buffers_goes_on_right(patched, monkeypatch):
+    from kvpatch import cache
+
+    model, handle = patched
+    kvpatch.unpatch(model)
+    expected = run(model, (20, 9), max_new_tokens=200)
+    handle.install()
+    monkeypatch.setattr(cache, "HEADROOM", 4)
+    full = kvpatch.SlotCache(model.config, "inertia-lazy", 1.0)
+    assert torch.equal(run(model, (20, 9), max_new_tokens=200, **{handle.keyword: full}), expected)
+    assert full.current.capacity >= 219
 
 
 def test_new_weights_are_met_by_the_next_call(patched):
