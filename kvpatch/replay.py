@@ -85,7 +85,7 @@ class Tape:
         places = {at: index for at, value in enumerate(given) for index, one in enumerate(changing) if value is one}
         n = next((symbols[at] for at, index in places.items() if index == INDEX), None)
         for at, value in enumerate(given):
-            if isinstance(value, int) and symbols[at] == n:
+            if n is not None and isinstance(value, int) and symbols[at] == n:
                 places[at] = INDEX + 1
         self._recording.append(Call(code, list(given), places))
         return result
