@@ -96,7 +96,9 @@ class SlotCache(Cache):
         elif self.phase == "prefill" and query == 1 and not self.expect_prompt:
             self.end_prefill()
         if self.phase == "prefill":
-            self.mask = mask if mask is None or mask.ndim == 2 else self.mask
+            if mask is not None and mask.ndim != 2:
+                raise ValueError(f"attention_mask must be [batch, length] with a SlotCache, got {list(mask.shape)}")
+            self.mask = mask
         else:
             self.begin_step()
 
@@ -264,41 +266,45 @@ class SlotCache(Cache):
     def end_step(self) -> None:
         """Close a decode step whose victims are chosen: count it, and after the first one cut to the budget."""
         self.columns += 1
-        lose = [
-            0 if limit is None else length + 1 - limit for length, limit in zip(self.prompt, self.limits, strict=True)
-        ]
-        if self.step == 1 and max(lose) > 1:
-            self._cut()
+        if self.step == 1:
+            rows = zip(self.prompt, self.limits, strict=True)
+            if max(length + 1 - at_most(length + 1, limit) for length, limit in rows) > 1:
+                self._cut()
         self.stats.note_step(self.scores, self.step, self.prompt, self.limits)
 
     def _cut(self) -> None:
         """Cut every row to its budget, moving one layer at a time into the slots and freeing its prompt."""
-        self.before_move()
+        self._let_go()
         source, n = self.current, self.ledger.index.shape[0]
-        held = [min(length + 1, limit or length + 1) for length, limit in zip(self.prompt, self.limits, strict=True)]
+        held = max(at_most(length + 1, limit) for length, limit in zip(self.prompt, self.limits, strict=True))
         utility, positions = source.utility[0, ..., :n], source.positions[..., :n]
-        valid = self.ledger.index < self._length[..., None]
+        # A row that ended before this step keeps what it had: the token fed for it is not one of its own.
+        own = self._active[None, :, None, None] | (self.ledger.index != selection.per_row(self._rows.prompt))
+        valid = (self.ledger.index < self._length[..., None]) & own
         shielded = selection.protected(positions, self._newest, self._rows) & valid
         keep = selection.first_cut(utility, valid, shielded, self._rows.budget, self.policy.rescue)
-        order = selection.kept_order(keep, max(held))
         target = source
         if source is not self._kept:
-            needed = max(self.planned, max(held) + 1)
+            needed = max(self.planned, held + 1)
             if self._kept is None or self._kept.capacity < needed:
                 self._kept = None
                 self._kept = self._allocate(source.batch, needed)
             target = self._kept
-        moving.cut(source, target, order, self._note_bytes)
-        counts = torch.tensor(held, device=self._shape.device)[None, :, None].expand_as(self._length)
-        self._length.copy_(counts)
-        self._free.copy_(counts)
+        moving.cut(source, target, selection.kept_order(keep, held), self._note_bytes)
+        self._length.copy_(keep.sum(-1))
+        self._free.copy_(self._length)
         self.current = target
         self._note_bytes()
         self._bind()
 
+    def _let_go(self) -> None:
+        """Hold no view of the buffers, so that a layer's memory is free as soon as it has moved."""
+        self.before_move()
+        self._views = []
+
     def _grow(self, needed: int) -> None:
         """Move to buffers of at least `needed` slots, doubling, one layer at a time."""
-        self.before_move()
+        self._let_go()
         old = self.current
         limits = [limit for limit in self.limits if limit is not None]
         most = max(limits) + 1 if limits and len(limits) == len(self.limits) else 2 * old.capacity

@@ -88,28 +88,24 @@ class Decoder:
         if not self.compiled:
             logits = self._run(cache, tokens)
         else:
-            key = (cache.scores, tokens.shape[0] > 1, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
-            before = self.stats.compiles
+            key, before = (cache.scores, tokens.shape[0] > 1), self.stats.compiles
+            logits = self._compiled_step(cache, tokens)
             if key in self._warm:
-                logits = self._again(cache, tokens)
                 self.stats.recompiles += self.stats.compiles - before
-            else:
-                logits = self._run(cache, tokens)
-                self._warm.add(key)
+            self._warm.add(key)
             if self.stats.compiles > before:
                 self.stats.compile_seconds += time.perf_counter() - started
         cache.end_step()
         self.stats.step_seconds.append(time.perf_counter() - started)
         return logits
 
-    def _again(self, cache: SlotCache, tokens: Tensor) -> Tensor:
-        """A step whose code is compiled: repeated from the tape, or looked up without evaluating guards."""
+    def _compiled_step(self, cache: SlotCache, tokens: Tensor) -> Tensor:
+        """A step repeated from the tape, or looked up under all of torch.compile's guards and written down."""
         kind, owner = cache.scores, cache.step_views
         if self._tape.holds(kind, owner):
             return self._tape.play(kind, *self._enter(cache, tokens), cache.ledger.index)
         cache.before_move = self._tape.clear
-        with torch.compiler.set_stance("default", skip_guard_eval_unsafe=True):
-            return self._tape.record(kind, owner, lambda call: self._run(cache, tokens, call))
+        return self._tape.record(kind, owner, lambda call: self._run(cache, tokens, call))
 
     def _enter(self, cache: SlotCache, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """hidden [B, 1, E], cos and sin [B, 1, D] of the new tokens."""

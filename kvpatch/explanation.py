@@ -4,13 +4,16 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from kvpatch.slots import round_up
+
 
 @dataclass(frozen=True)
 class Explanation:
     """Paths of a patched model; printed by str(), plain by `to_dict()`.
 
     bytes_per_token: keys and values of one held token over all layers.
-    bytes_per_row: what a row's slots come to; for a share of the prompt, per 1,000 prompt tokens.
+    bytes_per_row: what a row's keys and values come to, the free slot and rounding included; for a share of the prompt,
+        of 1,000 prompt tokens.
     """
 
     model: str
@@ -57,7 +60,7 @@ class Explanation:
             prefill=f"the model's own forward ({model.config._attn_implementation}), then one full-length first step",
             layers=kinds,
             bytes_per_token=per_token,
-            bytes_per_row=None if tokens is None else (tokens + 1) * per_token,
+            bytes_per_row=None if tokens is None else round_up(tokens + 1) * per_token,
             bytes_per_row_of="any prompt" if fixed else "a prompt of 1,000 tokens",
         )
 

@@ -14,7 +14,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from kvpatch.cache import SlotCache
 from kvpatch.prefill import read_prompt
-from kvpatch.rows import HEADROOM, row_lengths
+from kvpatch.rows import row_lengths
 
 CACHE_NAMES = ("cache", "past_key_values")
 # Generation settings that need a cache that can be cropped, another cache, or another loop.
@@ -28,6 +28,7 @@ UNSUPPORTED = (
     "assistant_early_exit",
     "use_mtp",
     "is_assistant",
+    "token_healing",
 )
 
 
@@ -47,8 +48,8 @@ def generate(handle, original: Callable, args: tuple, kwargs: dict):
     call.update(call.pop("kwargs", {}))
     if not handle.lock.acquire(blocking=False):
         raise RuntimeError(
-            "this model is generating in another thread; a patched model holds one cache: run one call at a time, "
-            "or load a second model"
+            "this model is generating already, in another thread or around this call; a patched model holds one "
+            "cache: run one call at a time, or load a second model"
         )
     try:
         foreign = next((name for name in CACHE_NAMES if call.get(name) is not None), None)
@@ -58,6 +59,10 @@ def generate(handle, original: Callable, args: tuple, kwargs: dict):
                 f"{foreign}={type(given).__name__} is not a SlotCache: this call runs unpatched, without eviction"
             )
             return original(*args, **kwargs)
+        for name in (*CACHE_NAMES, "custom_generate"):
+            if name in call and call[name] is None:
+                del call[name]
+        handle.check_parts()
         config = _effective_config(handle.model, call)
         _refuse(handle.model, call, config)
         _own_stop_strings(call, config)
@@ -73,6 +78,7 @@ def generate(handle, original: Callable, args: tuple, kwargs: dict):
                 result = _run(handle, original, call, config, cache)
         except BaseException:
             cache.free()  # the next call starts from nothing
+            cache.stats = handle.stats.snapshot() if cache is given else cache.stats
             raise
         if given is not None or getattr(config, "return_dict_in_generate", False):
             handle.release_cache(cache)
@@ -84,7 +90,10 @@ def generate(handle, original: Callable, args: tuple, kwargs: dict):
 def _run(handle, original: Callable, call: dict, config, cache: SlotCache):
     why = host_loop_reason(config, call)
     if why:
-        cache.max_new_tokens = None
+        if config.prefill_chunk_size is not None:
+            raise ValueError(
+                f"prefill_chunk_size={config.prefill_chunk_size!r} can't be used together with {why}: leave it out"
+            )
         return original(**call, **{handle.keyword: cache})
     streamer = call.get("streamer")
 
@@ -93,7 +102,13 @@ def _run(handle, original: Callable, call: dict, config, cache: SlotCache):
             handle, cache, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, streamer
         )
 
-    return original(**call, custom_generate=decode_loop)
+    defaults = handle.model.generation_config
+    stop_strings = defaults.stop_strings
+    try:
+        defaults.stop_strings = None  # a criterion now; transformers would look for the tokenizer that it forgets
+        return original(**call, custom_generate=decode_loop)
+    finally:
+        defaults.stop_strings = stop_strings
 
 
 def host_loop_reason(config, call: dict) -> str | None:
@@ -128,8 +143,10 @@ def _refuse(model, call: dict, config) -> None:
             f"assistant_model={type(call['assistant_model']).__name__}: assisted decoding needs a cache that can be "
             "cropped; leave it out"
         )
+    if call.get("synced_gpus"):
+        raise ValueError("synced_gpus=True is not supported by a patched model: leave it out")
     for name in UNSUPPORTED:
-        if getattr(config, name, None):
+        if getattr(config, name, None) not in (None, False, "dynamic"):
             raise ValueError(
                 f"{name}={getattr(config, name)!r} is not supported by a patched model: leave it out, or unpatch(model)"
             )
@@ -176,8 +193,7 @@ def _decode(handle, cache, input_ids, processors, criteria, config, model_kwargs
     )
     stats.prefill_seconds = time.perf_counter() - started
 
-    decoder = handle.decoder_for(cache)
-    ids = input_ids
+    decoder, ids = handle.decoder_for(cache), input_ids
     has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
     pad = None if config._pad_token_tensor is None else config._pad_token_tensor.to(input_ids.device)
     unfinished = torch.ones(batch, dtype=torch.bool, device=input_ids.device)
@@ -187,8 +203,7 @@ def _decode(handle, cache, input_ids, processors, criteria, config, model_kwargs
     while True:
         # Processors may write into what they are given, and float64 logits become float32 here as in transformers.
         raw = logits.to(input_ids.device, torch.float32, copy=True)
-        seen = ids[:, :columns]
-        chosen_by = processors(seen, raw.clone() if raw_logits is not None else raw)
+        chosen_by = processors(ids, raw.clone() if raw_logits is not None else raw)
         if scores is not None:
             scores += (chosen_by,)
         if raw_logits is not None:
@@ -196,12 +211,8 @@ def _decode(handle, cache, input_ids, processors, criteria, config, model_kwargs
         tokens = draw(chosen_by) if config.do_sample else chosen_by.argmax(-1)
         if has_eos:
             tokens = torch.where(unfinished, tokens, pad)
-        if columns == ids.shape[1]:
-            room = min(config.max_length, max(2 * columns, columns + HEADROOM)) - columns
-            ids = torch.cat((ids, ids.new_empty(batch, room)), -1)
-        ids[:, columns] = tokens
-        columns += 1
-        unfinished = unfinished & ~criteria(ids[:, :columns], scores)
+        ids = torch.cat((ids, tokens[:, None]), -1)
+        unfinished = unfinished & ~criteria(ids, scores)
         if streamer is not None:
             streamer.put(tokens.cpu())
         if not unfinished.any():
@@ -211,10 +222,9 @@ def _decode(handle, cache, input_ids, processors, criteria, config, model_kwargs
         logits = decoder.step(cache, tokens.to(model.device))
     if streamer is not None:
         streamer.end()
-    sequences = ids[:, :columns].clone()
     if not keeps:
-        return sequences
-    return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=raw_logits, **{handle.keyword: cache})
+        return ids
+    return GenerateDecoderOnlyOutput(sequences=ids, scores=scores, logits=raw_logits, **{handle.keyword: cache})
 
 
 def check_positions(positions: Tensor | None, lengths: list[int], columns: int) -> None:
@@ -233,6 +243,12 @@ def check_positions(positions: Tensor | None, lengths: list[int], columns: int) 
 
 
 def draw(scores: Tensor) -> Tensor:
-    """One token a row from softmax(scores [B, V]): [B] int64, torch.multinomial's own draw without its host check."""
+    """One token a row from softmax(scores [B, V]): [B] int64, torch.multinomial's own draw.
+
+    Raises:
+        RuntimeError: on a CPU, where looking costs nothing, for a row without a finite probability.
+    """
     shares = torch.softmax(scores, dim=-1)
+    if shares.device.type == "cpu" and not shares.sum(-1).isfinite().all():
+        raise RuntimeError("a row's scores hold NaN or inf, or the processors left no token: nothing can be sampled")
     return (shares / torch.empty_like(shares).exponential_(1)).argmax(-1)

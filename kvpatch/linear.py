@@ -123,8 +123,9 @@ def replace_linears(graph: fx.GraphModule) -> None:
     groups: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.graph.find_nodes(op="call_function", target=torch._C._nn.linear):
         source, weight = node.args[:2]
-        example = weight.meta.get("example_value")
-        if example is not None and example.device.type == "cpu" and example.dtype in (torch.float32, torch.bfloat16):
+        example = weight.meta["example_value"]
+        known = weight.op in ("placeholder", "get_attr")  # not one that is computed between the products
+        if known and example.device.type == "cpu" and example.dtype in (torch.float32, torch.bfloat16):
             groups.setdefault(source, []).append(node)
     for source, nodes in groups.items():
         rows = source.meta["example_value"].shape[:-1]
@@ -186,7 +187,8 @@ def _linears(x: Tensor, weights: list[Tensor]) -> list[Tensor]:
         if not weight.is_contiguous():
             outputs.append(linear(x, weight))
             continue
-        output = torch.empty(*x.shape[:-1], weight.shape[0])
+        # Not torch.empty: the kernel writes float32 here, whatever the process's default dtype and device are.
+        output = inputs.new_empty(*x.shape[:-1], weight.shape[0])
         kernel(inputs, weight, output, rows, weight.shape[0], width, weight.dtype == torch.bfloat16, threads)
         outputs.append(output.to(x.dtype))
     return outputs

@@ -6,6 +6,8 @@ import inspect
 import threading
 import types
 import warnings
+import weakref
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -40,8 +42,8 @@ class Patch:
         self.stats = Stats()
         self.lock = threading.Lock()
         self._cache: SlotCache | None = None
-        self._last: SlotCache | None = None
-        self._decoders: dict[Policy, Decoder] = {}
+        self._last: Callable[[], SlotCache | None] = lambda: None
+        self._decoders: dict[tuple, Decoder] = {}
         self._written: list[tuple[nn.Module, str, object]] = []
         self._warned: set[str] = set()
 
@@ -58,7 +60,6 @@ class Patch:
         self._write(self.parts.base, "forward", _base_forward(self.parts.base.forward))
         original = self.model.generate
 
-        @functools.wraps(original)
         def generate(model, *args, **kwargs):
             return generation.generate(self, original, args, kwargs)
 
@@ -67,6 +68,7 @@ class Patch:
         self._remember(self.model, "_compiled_call")
 
     def _write(self, module: nn.Module, name: str, function) -> None:
+        function = _in_place_of(getattr(module, name), function)
         self._remember(module, name)
         module.__dict__[name] = types.MethodType(function, module)
         if ATTRIBUTE not in module.__dict__:
@@ -100,27 +102,43 @@ class Patch:
             cache.reset()
         cache.stats = self.stats
         self.stats.begin(cache.nbytes)
-        self._last = cache
+        self._last = lambda: cache
         return cache
 
     def release_cache(self, cache: SlotCache) -> None:
         """The caller owns this cache from now on, with a copy of its counters."""
         cache.before_move()
         cache.stats = self.stats.snapshot()
+        self._last = weakref.ref(cache)  # its memory is theirs to give back
         if cache is self._cache:
             self._cache = None
 
     def decoder_for(self, cache: SlotCache) -> Decoder:
         """The compiled steps for a cache's policy."""
-        if cache.policy not in self._decoders:
-            self._decoders[cache.policy] = Decoder(
+        key = tuple(cache.attends.values())  # the policy's, its scorer's and the back end's
+        if key not in self._decoders:
+            self._decoders[key] = Decoder(
                 self.parts,
                 cache.policy,
                 scoring_layers=len(cache.scoring_layers),
                 compile=self.compile,
                 stats=self.stats,
             )
-        return self._decoders[cache.policy]
+        return self._decoders[key]
+
+    def check_parts(self) -> None:
+        """Meet modules that were replaced after patching, such as a resized head.
+
+        Raises:
+            RuntimeError: if an attention or the base model is another one than was patched.
+        """
+        parts = self.architecture.find_parts(self.model)
+        if parts == self.parts:
+            return
+        if parts.base is not self.parts.base or parts.attentions != self.parts.attentions:
+            raise RuntimeError("the model's layers were replaced after patching: unpatch(model) and patch it again")
+        self.parts = parts
+        self._decoders.clear()
 
     def retained(self) -> torch.Tensor:
         """Original positions held: [layers, B, G, slots] int64, -1 for an empty slot.
@@ -128,15 +146,16 @@ class Patch:
         Raises:
             RuntimeError: before the first generation and after `free()`.
         """
-        if self._last is None:
+        cache = self._last()
+        if cache is None:
             raise RuntimeError("nothing is held: call generate first")
-        return self._last.retained()
+        return cache.retained()
 
     def free(self) -> None:
         """Give the cache's memory back; the next generation allocates anew."""
         if self._cache is not None:
             self._cache.free()
-        self._cache = self._last = None
+        self._cache, self._last = None, lambda: None
         self.stats.note_bytes(0)
 
     def warn_once(self, message: str) -> None:
@@ -210,6 +229,13 @@ def patch(
                 "model is patched already: pass replace=True, or unpatch(model) first "
                 f"(now: {model.__dict__[ATTRIBUTE]!r})"
             )
+    try:
+        architecture.find_parts(model)
+    except AttributeError as error:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is not laid out as a {architecture.name} model ({error}); patch the model that it "
+            "wraps"
+        ) from error
     handle = Patch(model, architecture, policy, budget, backend, bool(compile))
     earlier = model.__dict__.get(ATTRIBUTE)
     if earlier is not None:
@@ -242,7 +268,7 @@ def patched(model, policy: str | Policy = "inertia-lazy", **arguments):
     try:
         yield handle
     finally:
-        handle.undo()
+        unpatch(model)
 
 
 def explain(model) -> Explanation:
@@ -257,7 +283,28 @@ def explain(model) -> Explanation:
     return Explanation.of(handle)
 
 
+def _in_place_of(original, function):
+    """`function(self, ...)` under the name and signature of the bound `original`."""
+    functools.update_wrapper(function, original)
+    del function.__wrapped__
+    signature = inspect.signature(original)
+    itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    rest = [
+        one.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) if one.kind == one.POSITIONAL_ONLY else one
+        for one in signature.parameters.values()
+    ]
+    function.__signature__ = signature.replace(parameters=[itself, *rest])
+    return function
+
+
 def _check_state(model) -> None:
+    for module in model.modules():
+        other = module.__dict__.get(ATTRIBUTE)
+        if other is not None and other.model is not model:
+            raise ValueError(
+                f"model shares {type(module).__name__} with another patched {type(other.model).__name__}: unpatch that "
+                "one first"
+            )
     if model.training:
         raise ValueError("model is in training mode: call model.eval() before patch")
     devices = {parameter.device for parameter in model.parameters()}
@@ -277,7 +324,6 @@ def _base_forward(original):
     """The base model's forward, telling a SlotCache what kind of forward begins."""
     signature = inspect.signature(original)
 
-    @functools.wraps(original)
     def forward(self, *args, **kwargs):
         cache = next((value for value in (*kwargs.values(), *args) if isinstance(value, SlotCache)), None)
         if cache is None:

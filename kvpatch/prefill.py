@@ -9,10 +9,13 @@ MASKED_BLOCK = 1024
 PLAIN_BLOCK = 8192
 
 
-def block_length(columns: int, padded: bool, implementation: str) -> int:
+def block_length(columns: int, padded: bool, config) -> int:
     """Queries a block, so that no tensor of length x length is ever made."""
-    if columns <= MASKED_BLOCK:
+    rope = getattr(config, "rope_parameters", None) or {}
+    # These rotate by the longest position met so far: the first blocks would be rotated otherwise than the rest.
+    if columns <= MASKED_BLOCK or rope.get("rope_type") in ("dynamic", "longrope"):
         return columns
+    implementation = config._attn_implementation
     return MASKED_BLOCK if padded or implementation == "eager" or columns > PLAIN_BLOCK else columns
 
 
@@ -42,7 +45,7 @@ def read_prompt(
     input_ids, mask, position_ids = (
         None if tensor is None else tensor.to(model.device) for tensor in (input_ids, mask, position_ids)
     )
-    size = block or block_length(columns, mask is not None, model.config._attn_implementation)
+    size = block or block_length(columns, mask is not None, model.config)
     cache.expect(columns)
     for start in range(0, columns, size):
         end = min(start + size, columns)

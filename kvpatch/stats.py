@@ -10,9 +10,10 @@ STEP_TIMES_KEPT = 4096
 
 @dataclass
 class Stats:
-    """Counters of the last generation (held to step_seconds) and of the handle's life (compiles, recompiles, peak).
+    """Counters of the last generation, and of the handle's life: compiles, recompiles, compile_seconds.
 
-    held: tokens that the fullest row holds now.   evicted: tokens dropped so far, over all rows.
+    held: tokens that the fullest row holds now.   evicted: tokens dropped so far, over all rows; both count rows that
+    ended early as if they went on.
     refreshes: scoring steps.   steps: decode steps.   peak_cache_bytes: largest sum of allocated cache buffers.
     compiles: graphs compiled.   recompiles: graphs compiled for a kind of call that had one already.
     """

@@ -110,7 +110,7 @@ def test_the_largest_allocation_of_a_step_is_below_one_layers_keys(model):
 
     handle = kvpatch.patch(model, "inertia", budget=1500)
     run(model, (1400,), max_new_tokens=200)
-    cache = handle._last
+    cache = handle._last()
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     token = torch.tensor([5])
     with torch.no_grad(), profiler:
@@ -135,7 +135,7 @@ def test_a_step_never_waits_for_the_host(model, coupling, refresh):
     policy = kvpatch.Policy(coupling=coupling, refresh=refresh, sinks=1, recent=2, reserve=2)
     handle = kvpatch.patch(model, policy, budget=12, compile=False)
     run(model, (40, 33))
-    cache = handle._last
+    cache = handle._last()
     with torch.no_grad(), Recorder() as recorder:
         handle.decoder_for(cache).step(cache, torch.tensor([5, 6]))
     assert "mm" in recorder.names and "index_put_" in recorder.names

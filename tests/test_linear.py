@@ -79,3 +79,14 @@ def test_a_compiled_module_gives_the_same_with_its_linears_replaced(rows, dtype)
 
 def test_the_decoder_replaces_linears_in_what_it_compiles():
     assert Decoder._inductor.__code__.co_names.count("replace_linears") == 1
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_the_process_default_dtype_does_not_matter(default):
+    x, weight = torch.randn(3, 24), torch.randn(7, 24)
+    torch.set_default_dtype(default)
+    try:
+        got = linear._linears(x, [weight])[0]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(got, x @ weight.T)

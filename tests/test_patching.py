@@ -652,7 +652,7 @@ def test_stats_are_plain_numbers_before_and_after_a_call(restored):
 def test_freeing_gives_the_memory_back_and_the_next_call_works(restored):
     handle = patch(restored)
     expected = run(restored)
-    cache = handle._last
+    cache = handle._last()
     assert handle.stats.cache_bytes == cache.nbytes > 0
     handle.free()
     assert cache.nbytes == 0 and handle.stats.cache_bytes == 0

@@ -113,7 +113,7 @@ def test_a_prompt_that_needs_more_room_does_not_keep_the_old_buffers(patched):
         def end(self):
             pass
 
-    handle.policy, kept = handle.policy, handle.budget
+    kept = handle.budget
     try:
         handle._cache.budget = kvpatch.Budget(300)
         run(model, (200,), streamer=Look())

@@ -146,3 +146,151 @@ def test_a_scorer_of_another_type_or_shape_is_refused(score):
 def test_h2o_offers_h2o_decode():
     with pytest.raises(ValueError, match="did you mean 'h2o-decode'"):
         kvpatch.policy.resolve("h2o")
+
+
+def test_a_replaced_scorer_is_met_by_a_new_cache(model):
+    kvpatch.register_scorer("t-swap", lambda s: s.positions.to(s.weights.dtype), uses_attention=False, replace=True)
+    policy = kvpatch.Policy(scorer="t-swap", aggregation="single")
+    handle = patch(model, policy)
+    run(model)
+    newest = handle.retained()[0, 0, 0].max()
+    kvpatch.register_scorer("t-swap", lambda s: -s.positions.to(s.weights.dtype), uses_attention=False, replace=True)
+    cache = kvpatch.SlotCache(model.config, policy, 8)
+    run(model, **{handle.keyword: cache})
+    assert cache.retained()[0, 0, 0].max() < newest
+
+
+def test_a_criterion_that_allows_more_than_the_default_length_is_followed(model):
+    from transformers import MaxLengthCriteria
+
+    expected = run(model, max_new_tokens=None, stopping_criteria=[MaxLengthCriteria(60)])
+    patch(model, budget=1.0)
+    assert torch.equal(run(model, max_new_tokens=None, stopping_criteria=[MaxLengthCriteria(60)]), expected)
+    assert expected.shape[1] == 60
+
+
+def test_arguments_that_are_none_are_as_if_left_out(model):
+    handle = patch(model)
+    assert torch.equal(run(model, custom_generate=None, **{handle.keyword: None}), run(model))
+
+
+class Spelled:
+    """A tokenizer of one letter a token, as far as stop strings need it."""
+
+    padding_side = "left"
+
+    def get_vocab(self):
+        return {chr(65 + index): index for index in range(97)}
+
+    def convert_tokens_to_string(self, tokens):
+        return "".join(tokens)
+
+
+def test_stop_strings_of_the_models_own_config_are_followed_and_stay(model):
+    patch(model, budget=1.0)
+    letters = [chr(65 + token) for token in run(model)[0, 20:].tolist()]
+    model.generation_config.stop_strings = ["".join(letters[3:5])]
+    batch = left_padded(prompts((20,)))
+    got = model.generate(
+        **batch, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=PAD, tokenizer=Spelled()
+    )
+    assert got.shape[1] == 25
+    assert model.generation_config.stop_strings == ["".join(letters[3:5])]
+
+
+def test_two_patched_models_do_not_share_a_part(model):
+    patch(model)
+    other = llama(layers=2)
+    other.model = model.model
+    with pytest.raises(ValueError, match="shares .* with another patched"):
+        patch(other)
+
+
+def test_a_resized_vocabulary_is_met(model):
+    patch(model, budget=1.0)
+    run(model)
+    model.resize_token_embeddings(140)
+    got = run(model)
+    kvpatch.unpatch(model)
+    assert torch.equal(got, run(model))
+
+
+def test_replaced_layers_are_refused(model):
+    patch(model)
+    model.model.layers[1] = llama(layers=2, seed=3).model.layers[1]
+    with pytest.raises(RuntimeError, match="replaced after patching"):
+        run(model)
+
+
+def test_the_prompt_is_freed_layer_by_layer_during_the_cut(model, monkeypatch):
+    import weakref
+
+    from kvpatch import moving
+
+    alive = []
+    original = moving.cut
+
+    def cut(source, target, order, note):
+        first = weakref.ref(source.keys[0])
+
+        def noting():
+            alive.append(first() is not None)
+            note()
+
+        original(source, target, order, noting)
+
+    monkeypatch.setattr(moving, "cut", cut)
+    patch(model)
+    run(model)
+    assert alive == [True, False]
+
+
+def test_a_row_that_ends_with_its_first_token_keeps_only_its_prompt(model):
+    from factories import EOS, Forced
+
+    handle = patch(model, budget=15)
+    rows = left_padded(prompts((40, 9)))
+    run(model, **rows, eos_token_id=EOS, logits_processor=[Forced([[5] * 20, [EOS]], 40)])
+    held = handle.retained()[0, 1, 0]
+    assert sorted(held[held >= 0].tolist()) == list(range(9))
+
+
+def test_sampling_from_no_finite_score_is_an_error(model):
+    class Nothing:
+        def __call__(self, input_ids, scores):
+            return torch.full_like(scores, -torch.inf)
+
+    patch(model)
+    with pytest.raises(RuntimeError, match="nothing can be sampled"):
+        run(model, do_sample=True, logits_processor=[Nothing()])
+
+
+def test_a_replacing_patch_inside_the_block_is_undone_at_its_end(model):
+    with kvpatch.patched(model, "inertia", budget=8, compile=False):
+        patch(model, replace=True)
+    assert "_kvpatch" not in model.__dict__ and "generate" not in model.__dict__
+
+
+def test_signatures_stay(model):
+    import inspect
+
+    modules = (model, model.model, model.model.layers[0].self_attn)
+    before = [inspect.signature(module.forward) for module in modules], inspect.signature(model.generate)
+    patch(model)
+    assert ([inspect.signature(module.forward) for module in modules], inspect.signature(model.generate)) == before
+
+
+def test_a_budget_that_fills_its_buffers_exactly_also_serves_shorter_prompts():
+    model = llama(layers=2, dtype=torch.float32)
+    kvpatch.patch(model, "inertia", budget=63)
+    long, short = (left_padded(prompts((length,))) for length in (200, 10))
+    got = [run(model, **batch, max_new_tokens=30) for batch in (long, short)]
+    kvpatch.patch(model, "inertia", budget=63, compile=False, replace=True)
+    for batch, tokens in zip((long, short), got, strict=True):
+        assert torch.equal(run(model, **batch, max_new_tokens=30), tokens)
+
+
+def test_blocks_of_the_prompt_are_refused_in_the_host_loop(model):
+    patch(model)
+    with pytest.raises(ValueError, match="prefill_chunk_size=16"):
+        run(model, prefill_chunk_size=16, output_hidden_states=True, return_dict_in_generate=True)
