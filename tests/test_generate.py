@@ -335,19 +335,19 @@ def test_two_threads_on_one_model_are_told_apart(restored):
                 errors.append(str(error))
 
     run(restored, batch, logits_processor=[Second()])
-    assert "generating in another thread" in errors[0]
+    assert "generating already" in errors[0]
 
 
 def test_room_for_many_tokens_is_made_as_they_come(restored, monkeypatch):
-    from kvpatch import cache, generation
+    from kvpatch import cache
 
-    for module in (cache, generation):
-        monkeypatch.setattr(module, "HEADROOM", 16)
+    monkeypatch.setattr(cache, "HEADROOM", 16)
     batch = left_padded(prompts((20, 7)))
     expected = run(restored, batch, max_new_tokens=150)
     handle = kvpatch.patch(restored, "full", compile=False)
     assert torch.equal(run(restored, batch, max_new_tokens=150), expected)
     assert handle._cache.current.capacity < 2 * 170
+    monkeypatch.undo()
     ended = run(restored, batch, max_new_tokens=10**9, eos_token_id=list(range(1, 60)))  # ends long before
     assert ended.shape[1] < 10**4
 

@@ -174,28 +174,28 @@ def test_arguments_that_are_none_are_as_if_left_out(model):
     assert torch.equal(run(model, custom_generate=None, **{handle.keyword: None}), run(model))
 
 
-class Spelled:
-    """A tokenizer of one letter a token, as far as stop strings need it."""
-
-    padding_side = "left"
-
-    def get_vocab(self):
-        return {chr(65 + index): index for index in range(97)}
-
-    def convert_tokens_to_string(self, tokens):
-        return "".join(tokens)
-
-
 def test_stop_strings_of_the_models_own_config_are_followed_and_stay(model):
+    from transformers import AutoTokenizer
+
+    from kvpatch import demo
+
+    tokenizer = AutoTokenizer.from_pretrained(demo.path())
     patch(model, budget=1.0)
-    letters = [chr(65 + token) for token in run(model)[0, 20:].tolist()]
-    model.generation_config.stop_strings = ["".join(letters[3:5])]
-    batch = left_padded(prompts((20,)))
+    tokens = run(model)[0, 20:].tolist()
+    at = next(place for place, token in enumerate(tokens) if token >= 17)  # tokens below are special
+    model.generation_config.stop_strings = [tokenizer.decode(tokens[at])]
+    first = tokens.index(tokens[at])
+    batch = left_padded(prompts((20, 9)))
     got = model.generate(
-        **batch, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=PAD, tokenizer=Spelled()
+        input_ids=batch["input_ids"][:1],
+        max_new_tokens=12,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=PAD,
+        tokenizer=tokenizer,
     )
-    assert got.shape[1] == 25
-    assert model.generation_config.stop_strings == ["".join(letters[3:5])]
+    assert got.shape[1] == 20 + first + 1
+    assert model.generation_config.stop_strings == [tokenizer.decode(tokens[at])]
 
 
 def test_two_patched_models_do_not_share_a_part(model):
