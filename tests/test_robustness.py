@@ -73,11 +73,11 @@ def test_patch_keeps_transformers_capture_hooks(model):
 
 
 def test_stats_of_a_cache_given_away_stay(model):
-    patch(model)
+    handle = patch(model)
     out = run(model, return_dict_in_generate=True)
-    steps = out.cache.stats.steps
+    steps = out[handle.keyword].stats.steps
     run(model, max_new_tokens=3)
-    assert out.cache.stats.steps == steps == 11
+    assert out[handle.keyword].stats.steps == steps == 11
 
 
 def test_a_protected_entry_survives_scores_of_minus_infinity(model):
