@@ -4,6 +4,7 @@ One decoder layer is compiled and reused for all of them. Which of two kinds a s
 the host, so each kind is a graph of its own and none of them branches.
 """
 
+import itertools
 import time
 import types
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from kvpatch.linear import replace_linears
 from kvpatch.patches import Parts
 from kvpatch.replay import Tape, symbols_of
 from kvpatch.stats import Stats
+
+_NUMBERS = itertools.count()
 
 
 def layer_step(layer, hidden: Tensor, cos: Tensor, sin: Tensor, of_layer: slots.LayerSlots) -> Tensor:
@@ -60,9 +63,14 @@ class Decoder:
         self._warm: set[tuple] = set()
 
     def _compile(self, function: Callable) -> Callable:
-        # Compiled code is cached per code object: with one of its own, a handle shares no limit with other models.
+        # Compiled code is cached per code object, and what once varied is remembered by its name: with a name and an
+        # object of its own, a model shares no limit with others, and another model's sizes don't make its own dynamic.
+        name = f"{function.__name__}_{next(_NUMBERS)}"
         own = types.FunctionType(
-            function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__
+            function.__code__.replace(co_name=name, co_qualname=name),
+            function.__globals__,
+            name,
+            function.__defaults__,
         )
         return torch.compile(own, backend=self._inductor, fullgraph=True)
 
@@ -115,10 +123,14 @@ class Decoder:
     def _run(self, cache: SlotCache, tokens: Tensor, call: Callable = _plainly) -> Tensor:
         parts = self.parts
         hidden, cos, sin = self._enter(cache, tokens)
-        index = cache.ledger.index
+        index, rows_dim = cache.ledger.index, 0 if tokens.shape[0] > 1 else None
+        for tensor in (cos, sin):
+            slots.mark_dynamic(tensor, None, rows_dim)
         for number, layer in enumerate(parts.layers):
             of_layer = cache.layer_slots(number)
+            slots.mark_dynamic(hidden, None, rows_dim)
             hidden = call(self._layer, (hidden, cos, sin, index), layer, hidden, cos, sin, of_layer)
+        slots.mark_dynamic(hidden, None, rows_dim)
         finish = self._finish[cache.scores]
         return call(self._head, (hidden, cos, sin, index), parts.norm, parts.head, hidden, cache.ledger, finish)
 

@@ -99,7 +99,7 @@ def test_generated_code_copies_no_keys_or_values(model):
     for code in layers:
         # Slots come in as [rows, KV heads, capacity, head size] with two sizes that vary.
         capacities = set(re.findall(r"assert_size_stride\(\w+, \(s\d+, 2, (s\d+), 16\)", code))
-        assert capacities
+        assert capacities, "\n".join(re.findall(r"assert_size_stride\(arg.*", code))
         assert allocations(code)
         for size in allocations(code):
             assert not (set(re.findall(r"s\d+", size)) & capacities and size.rstrip(")").endswith(" 16")), size
