@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, fx
 from torch.nn.functional import linear
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 MOST_ROWS = 32  # with more rows the product is bound by arithmetic, which BLAS does well
 _LOG = logging.getLogger(__name__)
@@ -125,6 +126,7 @@ def replace_linears(graph: fx.GraphModule) -> None:
         source, weight = node.args[:2]
         example = weight.meta["example_value"]
         known = weight.op in ("placeholder", "get_attr")  # not one that is computed between the products
+        known = known and not is_traceable_wrapper_subclass(example)  # such as quantised weights
         if known and example.device.type == "cpu" and example.dtype in (torch.float32, torch.bfloat16):
             groups.setdefault(source, []).append(node)
     for source, nodes in groups.items():
@@ -133,7 +135,7 @@ def replace_linears(graph: fx.GraphModule) -> None:
             for node in nodes:
                 node.target = one_row
         elif _kernel() is not None:
-            _group(graph.graph, source, [node for node in nodes if len(node.args) < 3 or node.args[2] is None])
+            _group(graph.graph, [node for node in nodes if len(node.args) < 3 or node.args[2] is None])
     graph.recompile()
 
 
@@ -146,10 +148,11 @@ def one_row(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return output.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
 
 
-def _group(graph: fx.Graph, source: fx.Node, nodes: list[fx.Node]) -> None:
+def _group(graph: fx.Graph, nodes: list[fx.Node]) -> None:
     if not nodes:
         return
     _define()
+    source = nodes[0].args[0]  # looked up here: it may have been exchanged itself meanwhile
     with graph.inserting_before(nodes[0]):
         together = graph.call_function(torch.ops.kvpatch.linears.default, (source, [node.args[1] for node in nodes]))
         for index, node in enumerate(nodes):

@@ -1,7 +1,7 @@
 """Small models, batches and forced token streams that tests share."""
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor
+from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessor
 
 VOCABULARY = 97
 EOS = 1
@@ -10,6 +10,32 @@ PAD = 0
 
 def llama(query_groups: int = 2, kv_heads: int = 2, layers: int = 3, seed: int = 0, dtype=torch.float64, **config):
     """A random Llama with R = query_groups query heads a KV head, in eval mode."""
+    return tiny("llama", query_groups, kv_heads, layers, seed, dtype, **config)
+
+
+# Model type, and what makes its tiny model use what sets it apart.
+ARCHITECTURES = {
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "ministral": {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "max_position_embeddings": 128,
+            "llama_4_scaling_beta": 0.1,
+        }
+    },
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
+}
+
+
+def tiny(kind, query_groups: int = 2, kv_heads: int = 2, layers: int = 3, seed: int = 0, dtype=torch.float64, **config):
+    """A random model of that model type, in eval mode; norms and biases are random too."""
     torch.manual_seed(seed)
     heads = query_groups * kv_heads
     settings = {
@@ -23,9 +49,18 @@ def llama(query_groups: int = 2, kv_heads: int = 2, layers: int = 3, seed: int =
         "max_position_embeddings": 8192,
         "pad_token_id": PAD,
         "eos_token_id": EOS,
+        "bos_token_id": None,
         "initializer_range": 0.2,  # large enough for attention that is far from uniform
     }
-    return LlamaForCausalLM(LlamaConfig(**{**settings, **config})).to(dtype).eval()
+    settings = {**settings, **ARCHITECTURES[kind], **config}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings)).to(dtype).eval()
+    if kind == "qwen3_moe" and dtype == torch.float64:
+        model.set_experts_implementation("batched_mm")  # torch's grouped product knows no float64
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # initialised to ones or zeros, which would hide that they are left out
+                parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    return model
 
 
 def prompts(lengths, seed: int = 0) -> list[list[int]]:
@@ -41,6 +76,12 @@ def left_padded(rows: list[list[int]]) -> dict:
         "input_ids": torch.tensor([[PAD] * (longest - len(row)) + row for row in rows]),
         "attention_mask": torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows]),
     }
+
+
+def run(model, batch: dict | None = None, **more):
+    """Greedy generation that no EOS ends, unless `more` says otherwise; two padded rows if no batch is given."""
+    settings = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": PAD}
+    return model.generate(**{**(batch or left_padded(prompts((20, 9)))), **settings, **more})
 
 
 class Forced(LogitsProcessor):
@@ -73,3 +114,23 @@ class Watcher:
 def retained_sets(retained: torch.Tensor, row: int) -> list[list[list[int]]]:
     """[layer][KV head] -> positions that one row holds."""
     return [[[p for p in head.tolist() if p >= 0] for head in layer[row]] for layer in retained]
+
+
+def snapshot(model) -> dict:
+    """Every key of every module's `__dict__` and what it is, and the entries of the dicts therein."""
+    seen = {}
+    for path, module in model.named_modules():
+        for key, value in module.__dict__.items():
+            seen[path, key] = value
+            if isinstance(value, dict):
+                seen |= {(path, key, inner): entry for inner, entry in value.items()}
+    return seen
+
+
+def assert_restored(before: dict, model) -> None:
+    """The model is as it was when `snapshot` gave `before`."""
+    after = snapshot(model)
+    assert list(after) == list(before)
+    changed = [key for key in before if after[key] is not before[key]]
+    # A bound method or a plain value may be an equal object; anything else must be the same one.
+    assert [key for key in changed if after[key] != before[key]] == []

@@ -5,15 +5,10 @@ import warnings
 
 import pytest
 import torch
-from factories import EOS, PAD, Forced, left_padded, llama, prompts, retained_sets
+from factories import EOS, Forced, left_padded, llama, prompts, retained_sets, run
 from transformers import DynamicCache, TextIteratorStreamer
 
 import kvpatch
-
-
-def run(model, batch, **more):
-    settings = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": PAD} | more
-    return model.generate(**batch, **settings)
 
 
 @pytest.fixture(scope="module")

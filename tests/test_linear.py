@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from factories import left_padded, llama, prompts, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpatch import linear
-from kvpatch.decoder import Decoder
+import kvpatch
+from kvpatch import decoder, linear
 
 
 def exact(x, weight):
@@ -50,7 +51,8 @@ class Branches(torch.nn.Module):
         self.to(dtype)
 
     def forward(self, x):
-        return self.last(torch.sigmoid(self.first(x)) * self.second(x))
+        # One product of a product, as adapters have it.
+        return self.last(torch.sigmoid(self.first(x)) * self.second(x)) + self.last(self.first(x))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -77,8 +79,38 @@ def test_a_compiled_module_gives_the_same_with_its_linears_replaced(rows, dtype)
     assert (linear.one_row in graphs[0]) == (rows == 1 and dtype != torch.float64)
 
 
-def test_the_decoder_replaces_linears_in_what_it_compiles():
-    assert Decoder._inductor.__code__.co_names.count("replace_linears") == 1
+@pytest.mark.skipif(linear._kernel() is None, reason="no C++ compiler that inductor can use, so BLAS is used")
+def test_every_product_of_a_compiled_step_is_an_own_one(monkeypatch):
+    products = []
+    original = linear._kernel()
+
+    def counting(x, weight, output, *sizes):
+        products.append(tuple(weight.shape))
+        return original(x, weight, output, *sizes)
+
+    monkeypatch.setattr(linear, "_kernel", lambda: counting)
+    model = llama(layers=3, dtype=torch.float32)
+    with kvpatch.patched(model, "inertia", budget=8):
+        run(model, max_new_tokens=4)
+    of_a_layer = {"q", "k", "v", "o", "gate", "up", "down"}
+    assert len(products) == 3 * (3 * len(of_a_layer) + 1)  # three steps of three layers, and the head
+
+
+def test_a_single_row_leaves_no_call_of_blas():
+    graphs = []
+    original = linear.replace_linears
+
+    def replaced(graph):
+        original(graph)
+        graphs.append([node.target for node in graph.graph.find_nodes(op="call_function", target=linear.one_row)])
+        assert not list(graph.graph.find_nodes(op="call_function", target=torch._C._nn.linear))
+
+    model = llama(layers=3, dtype=torch.float32)
+    with pytest.MonkeyPatch.context() as patching:
+        patching.setattr(decoder, "replace_linears", replaced)
+        with kvpatch.patched(model, "inertia", budget=8):
+            run(model, left_padded(prompts((20,))), max_new_tokens=4)
+    assert [len(targets) for targets in graphs] == [7, 1]
 
 
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])

@@ -5,15 +5,15 @@ import weakref
 
 import pytest
 import torch
-from factories import PAD, left_padded, llama, prompts
+from factories import left_padded, llama, prompts
+from factories import run as run_batch
 
 import kvpatch
 from kvpatch.replay import Tape
 
 
 def run(model, lengths, **more):
-    settings = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": PAD} | more
-    return model.generate(**left_padded(prompts(lengths)), **settings)
+    return run_batch(model, left_padded(prompts(lengths)), **more)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_steps_of_an_unchanged_shape_are_repeated_and_give_the_same_tokens(patch
             assert torch.equal(run(model, lengths), tokens)
             # Of 39 steps the first is at full length, and one of each kind is recorded.
             assert len(played) == 36
-            assert set(played) == {False, True}
+            assert set(played) == {(False, True), (True, True)}  # (scores, with logits)
 
 
 @pytest.mark.parametrize("lengths", [(20,), (20, 9)])

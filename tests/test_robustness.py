@@ -1,26 +1,17 @@
 """Rare ways of using a patched model, each of which once went wrong."""
 
 import copy
+import functools
 import types
 
 import pytest
 import torch
 from factories import PAD, left_padded, llama, prompts
+from factories import run as run_longer
 
 import kvpatch
 
-
-def run(model, **more):
-    return model.generate(
-        **{
-            **left_padded(prompts((20, 9))),
-            "max_new_tokens": 12,
-            "do_sample": False,
-            "eos_token_id": None,
-            "pad_token_id": PAD,
-            **more,
-        }
-    )
+run = functools.partial(run_longer, max_new_tokens=12)
 
 
 def patch(model, policy="inertia", **more):
