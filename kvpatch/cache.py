@@ -2,12 +2,14 @@
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from kvpatch import attention, moving, scoring, selection, slots
 from kvpatch.budget import UNSET
+from kvpatch.cachelayer import SlotLayer, windows_of
 from kvpatch.policy import settle
 from kvpatch.rows import HEADROOM, at_most, row_lengths, slots_read
+from kvpatch.state import State
 from kvpatch.stats import Stats
 
 
@@ -40,9 +42,15 @@ class SlotCache(Cache):
         self.max_new_tokens = max_new_tokens
         self.stats = Stats()
         self.scoring_layers = self.policy.scoring_layers(len(self.layers))
+        self.windows = windows_of(text)
         scorer = scoring.scorer(self.policy.scorer)
-        self.attends = {scores: slots.make_attend(self.policy, scorer, decode, scores) for scores in (False, True)}
+        self.attends = {
+            (scores, window): slots.make_attend(self.policy, scorer, decode, scores, window)
+            for scores in (False, True)
+            for window in dict.fromkeys(self.windows)
+        }
         self._kept: slots.Buffers | None = None
+        self.stepper = None  # runs decode steps in place of the base model's forward, in transformers' own loop
         self.before_move = _nothing  # called before buffers are moved or given back: let go of them
         self._forget()
 
@@ -50,54 +58,60 @@ class SlotCache(Cache):
         self.before_move()
         self.phase = "empty"  # then "prefill", "decode"
         self.columns = 0  # tokens consumed, pads included
-        self.step = 0  # decode steps begun
+        self.stored = 0  # slots that the prompt fills so far, with what was held before it
+        self.step = 0  # decode steps begun since the last prompt
         self.scores = False  # whether the current step scores
-        self.prompt: list[int] = []  # prompt length per row, without pads
+        self.seen: list[int] = []  # tokens of each row, and how many of them are held,
+        self.before: list[int] = []  # when its current prompt began: empty for the first one
+        self.prompt: list[int] = []  # tokens of each row when its prompt ends, without pads
+        self.entries: list[int] = []  # tokens held then
         self.limits: list[int | None] = []  # budget per row in tokens
         self.planned = 0  # slots that this generation needs, 0 while unknown
         self.expect_prompt = False  # a block of one token is still prompt
         self.mask: Tensor | None = None
         self.current: slots.Buffers | None = None
-        self.ledger: slots.Ledger | None = None
-        self._views: list[tuple] = []
+        self.state: State | None = None
 
     # ---- prefill -----------------------------------------------------------------------------------------------
 
-    def plan(self, prompt: list[int], new_tokens: int | None) -> None:
-        """Fix rows and capacity before the prompt arrives.
+    def plan(self, lengths: list[int], new_tokens: int | None) -> None:
+        """Fix rows and capacity before a prompt arrives.
 
         Args:
-            prompt: prompt length of each row, without pads.
+            lengths: length of each row's prompt, without pads and without what was read before.
             new_tokens: most tokens that can be fed after the prompt; None where it is not known.
 
         Raises:
             ValueError: if the policy's protected entries fill a row's budget.
         """
-        self.prompt = prompt
-        self.limits = [self.budget.tokens(length) if self.policy.evicts else None for length in prompt]
+        nothing = [0] * len(lengths)
+        self.prompt = [sum(pair) for pair in zip(self.seen or nothing, lengths, strict=True)]
+        self.entries = [sum(pair) for pair in zip(self.before or nothing, lengths, strict=True)]
+        self.limits = [self.budget.tokens(length) if self.policy.evicts else None for length in self.prompt]
         for limit in self.limits:
             if limit is not None:
                 self.policy.protected(limit)
         if new_tokens is not None:
             ahead = min(new_tokens, HEADROOM)
-            self.planned = 1 + max(
-                at_most(length + ahead, limit) for length, limit in zip(prompt, self.limits, strict=True)
-            )
+            rows = zip(self.entries, self.limits, strict=True)
+            self.planned = 1 + max(at_most(length + ahead, limit) for length, limit in rows)
 
     def begin_forward(self, query: int, mask: Tensor | None) -> None:
-        """Decide what a forward over `query` tokens is: a block of the prompt, or a decode step."""
-        if self.phase == "decode" and query > 1:
-            raise ValueError(
-                f"a block of {query} tokens after the first decode step can't be added to a SlotCache yet; "
-                "feed one token at a time, or reset() the cache and prefill the whole conversation"
-            )
+        """Decide what a forward over `query` tokens is: a block of a prompt, or a decode step."""
+        if self.phase == "decode" and (query > 1 or self.expect_prompt):
+            self.reopen()
         if self.phase == "empty":
             self.phase = "prefill"
-        elif self.phase == "prefill" and query == 1 and not self.expect_prompt:
-            self.end_prefill()
+        elif query == 1 and not self.expect_prompt:
+            self.end_prompt()
         if self.phase == "prefill":
             if mask is not None and mask.ndim != 2:
                 raise ValueError(f"attention_mask must be [batch, length] with a SlotCache, got {list(mask.shape)}")
+            if self.before and self.columns + query > min(filter(None, self.windows), default=self.columns + query):
+                raise ValueError(
+                    f"a conversation of {self.columns + query} tokens is longer than this model's sliding window: "
+                    "reset() the cache and read it whole"
+                )
             self.mask = mask
         else:
             self.begin_step()
@@ -106,15 +120,16 @@ class SlotCache(Cache):
         """Close what `begin_forward` opened; a decode step chooses its victims here."""
         if self.phase == "prefill":
             self.columns += query
+            self.stored += query
         else:
-            slots.finish(self.ledger, self.policy, len(self.scoring_layers) if self.scores else 0)
+            slots.finish(self.state.ledger, self.policy, len(self.scoring_layers) if self.scores else 0)
             self.end_step()
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append a block of the prompt to one layer; k, v [B, G, q, D]. Returns all of the prompt's keys and values."""
+        """Append a block of the prompt to one layer; k, v [B, G, q, D]. Returns all keys and values that it meets."""
         if self.phase != "prefill":
             raise RuntimeError("SlotCache.update is for the prompt of a patched model: call kvpatch.patch(model) first")
-        end = self.columns + k.shape[2]
+        end = self.stored + k.shape[2]
         if self.current is None:
             self._shape = slots.Shape.of(self.policy, len(self.layers), k)
             self.current = self._buffers(k.shape[0], max(end, self._columns_expected()) + 1)
@@ -123,12 +138,12 @@ class SlotCache(Cache):
         self.current.add_layer(layer)
         self._note_bytes()
         keys, values = self.current.keys[layer], self.current.values[layer]
-        keys[:, :, self.columns : end] = k
-        values[:, :, self.columns : end] = v
+        keys[:, :, self.stored : end] = k
+        values[:, :, self.stored : end] = v
         return keys[:, :, :end], values[:, :, :end]
 
     def expect(self, columns: int) -> None:
-        """The prompt will come to that many columns, pads included, in blocks of any length."""
+        """A prompt will come to that many columns, pads included, in blocks of any length."""
         self.expect_prompt, self._columns = True, columns
 
     def _columns_expected(self) -> int:
@@ -158,131 +173,138 @@ class SlotCache(Cache):
         live = {id(buffers): buffers.nbytes for buffers in (self._kept, self.current, *more) if buffers is not None}
         return sum(live.values())
 
-    def end_prefill(self) -> None:
-        """The prompt is complete: squeeze pads out and open the ledger."""
-        batch = self.current.batch
-        if not self.prompt:
-            lengths = [self.columns] * batch if self.mask is None else row_lengths(self.mask)
-            self.plan(lengths, self.max_new_tokens)
-        self.mask, self.expect_prompt = None, False
-        pads = [self.columns - length for length in self.prompt]
-        if any(pads):
-            moving.squeeze(self.current, self.columns, torch.tensor(pads, device=self._shape.device))
-        self._open_ledger(batch)
-        self.phase = "decode"
-        self.stats.note_rows(self.prompt, self.limits)
+    def end_prompt(self) -> None:
+        """A token to decode comes: whatever was read so far was the prompt."""
+        if self.phase == "prefill":
+            self.end_prefill()
 
-    def _open_ledger(self, batch: int) -> None:
-        device, current = self._shape.device, self.current
-        prompt = torch.tensor(self.prompt, device=device)
+    def end_prefill(self) -> None:
+        """The prompt is complete: squeeze pads out and open the books."""
+        batch, device = self.current.batch, self._shape.device
+        block = self.stored - max(self.before, default=0)
+        if not self.entries:
+            lengths = [block] * batch if self.mask is None else row_lengths(self.mask[:, -block:], bool(self.before))
+            self.plan(lengths, self.max_new_tokens)
+        valid = self._valid(block)
+        self.mask, self.expect_prompt = None, False
+        before = torch.tensor(self.before or [0] * batch, device=device)
+        entries, prompt = torch.tensor(self.entries, device=device), torch.tensor(self.prompt, device=device)
+        if any(length != self.stored for length in self.entries):
+            moving.squeeze(self.current, valid)
+        moving.enter(self.current, before, prompt - entries, self.policy.new_token == "mean")
         far = torch.iinfo(torch.int64).max // 4
         limits = [far if limit is None else min(limit, far) for limit in self.limits]
         protected = [(0, 0, 0) if limit is None else self.policy.protected(limit) for limit in self.limits]
-        rows = [torch.tensor(column, device=device) for column in (limits, *zip(*protected, strict=True))]
-        current.utility.zero_()
-        current.pending.zero_()
-        current.positions.copy_(torch.arange(current.capacity, device=device).expand_as(current.positions))
-        lead = (self._shape.ranked_layers, batch, self._shape.ranked_heads)
-        self._rows = selection.Rows(*rows, prompt)
-        self._free = prompt[None, :, None].expand(lead).clone()
-        self._length = self._free.clone()
-        self._newest = prompt - 1
-        self._active = torch.ones(batch, dtype=torch.bool, device=device)
-        self._index = torch.arange(current.capacity, device=device)
-        self._bind()
+        rows = (torch.tensor(column, device=device) for column in (limits, *zip(*protected, strict=True)))
+        window = self.windows[0] if len(set(self.windows)) == 1 else None
+        self.state = State(self.current, selection.Rows(*rows, prompt), entries, window)
+        self.phase = "decode"
+        self.stats.note_rows(self.prompt, self.entries, self.limits)
+
+    def _valid(self, block: int) -> Tensor:
+        """Which stored slots hold a token, of earlier turns or of the last `block` columns: [B, slots] bool."""
+        device, most = self._shape.device, max(self.before, default=0)
+        before = torch.tensor(self.before or [0] * self.current.batch, device=device)
+        earlier = torch.arange(most, device=device) < before[:, None]
+        own = torch.ones(self.current.batch, block, dtype=torch.bool, device=device)
+        if self.mask is not None:
+            own = self.mask[:, -block:].to(device, torch.bool)
+        return torch.cat((earlier, own), -1)
+
+    # ---- a later turn ------------------------------------------------------------------------------------------
+
+    def reopen(self) -> None:
+        """A later turn's prompt comes: bring what is held to the first slots; the prompt is stored behind it.
+
+        Raises:
+            ValueError: if rows of this batch ended at different steps.
+        """
+        if not bool(self.state.active.all()):
+            raise ValueError(
+                "the rows of this SlotCache ended at different steps, so no later turn can follow; hold each "
+                "conversation in a cache of its own"
+            )
+        self._let_go()
+        source = self.current
+        held = self.state.held(int(self.state.length.max()))
+        self.before = held.sum(-1)[0, :, 0].tolist()
+        self.seen = [length + self.step for length in self.prompt]
+        most = max(self.before)
+        target, needed = source, most + self._columns_expected() + 1
+        if source.capacity < needed:
+            target = self._allocate(source.batch, needed)
+        order = moving.by_position(held, source.positions[..., : held.shape[-1]])[..., :most]
+        moving.cut(source, target, order, lambda: self._note_bytes(target))
+        self.current, self.state, self.phase, self.step, self.stored = target, None, "prefill", 0, most
+        self.prompt, self.entries, self.planned = [], [], 0
+
+    def turn_inputs(self, query: int, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        """What a block of a later turn's prompt attends to, as a mask added to the logits, and its positions.
+
+        Args:
+            query: tokens of the block, which `begin_forward` was told of.
+            dtype: of the mask.
+
+        Returns:
+            [B, 1, q, slots stored with the block's] and [B, q]; None for any other forward.
+        """
+        if not self.before or self.phase != "prefill":
+            return None
+        device, most, end = self._shape.device, max(self.before), self.stored + query
+        valid = self._valid(end - most)
+        causal = torch.ones(query, end, dtype=torch.bool, device=device).tril(self.stored)
+        allowed = valid[:, None, None] & causal
+        positions = torch.tensor(self.seen, device=device)[:, None] + (valid[:, most:].cumsum(-1) - 1).clamp_min(0)
+        zero = torch.zeros((), dtype=dtype, device=device)
+        return torch.where(allowed, zero, torch.finfo(dtype).min), positions[:, -query:]
 
     # ---- decode steps ------------------------------------------------------------------------------------------
-
-    def _bind(self) -> None:
-        """Make the views of the current buffers that steps use."""
-        current, several = self.current, self.current.batch > 1
-        layers, ranked = range(len(self.layers)), self._shape.ranked_layers
-        target = current.pending if self._shape.uniform else current.utility
-        if self._index.shape[0] < current.capacity:
-            self._index = torch.arange(current.capacity, device=self._shape.device)
-        self._views = []
-        for layer in layers:
-            own = layer if ranked > 1 else 0
-            keys, values = current.keys[layer], current.values[layer]
-            utility, positions = target[:, own], current.positions[own]
-            free, length = self._free[own], self._length[own]
-            for tensor, slot_dim, row_dim in (
-                (keys, 2, 0),
-                (values, 2, 0),
-                (utility, 3, 1),
-                (positions, 2, 0),
-                (free, None, 0),
-                (length, None, 0),
-            ):
-                slots.mark_dynamic(tensor, slot_dim, row_dim if several else None)
-            self._views.append((keys, values, utility, positions, free, length))
-        for tensor, row_dim in ((self._newest, 0), (self._active, 0), *((tensor, 0) for tensor in self._rows)):
-            slots.mark_dynamic(tensor, None, row_dim if several else None)
-        self.ledger = slots.Ledger(
-            current.utility,
-            current.pending,
-            current.positions,
-            self._free,
-            self._length,
-            self._newest,
-            self._active,
-            self._rows,
-            self._index[:0],
-        )
-        for tensor, row_dim in zip(self.ledger[:5], (2, 2, 1, 1, 1), strict=True):
-            slots.mark_dynamic(tensor, None, row_dim if several else None)
-        for tensor in self.ledger[:3]:
-            slots.mark_dynamic(tensor, tensor.ndim - 1, None)
 
     def begin_step(self) -> None:
         """Open a decode step: which kind it is, how many slots it reads, and the new token's slot."""
         self.step += 1
         self.scores = self.policy.scores_at(self.step) and self.budget.evicts
-        n = max(slots_read(length, limit, self.step) for length, limit in zip(self.prompt, self.limits, strict=True))
+        n = max(slots_read(length, limit, self.step) for length, limit in zip(self.entries, self.limits, strict=True))
         if n > self.current.capacity:
             self._grow(n)
-        if n != self.ledger.index.shape[0]:
-            index = self._index[:n]
-            slots.mark_dynamic(index, 0, None)
-            self.ledger = self.ledger._replace(index=index)
-        slots.begin(self.ledger, self.policy)
+        self.state.read(n)
+        slots.begin(self.state.ledger, self.policy)
 
     @property
     def step_views(self) -> object:
         """Stays one object as long as steps meet the same buffers."""
-        return self._views
+        return self.state.views
 
     def layer_slots(self, layer: int) -> slots.LayerSlots | None:
         """One layer's tensors for the current decode step; None while the prompt is read."""
         if self.phase != "decode":
             return None
-        attend = self.attends[self.scores and layer in self.scoring_layers]
-        return slots.LayerSlots(*self._views[layer], self.ledger.index, attend)
+        attend = self.attends[self.scores and layer in self.scoring_layers, self.windows[layer]]
+        return slots.LayerSlots(*self.state.views[layer], self.state.ledger.index, attend)
 
     def set_active(self, active: Tensor) -> None:
         """Freeze the rows where `active` [B] is False: what they hold stays as it is."""
-        self._active.copy_(active)
+        self.state.active.copy_(active)
 
     def end_step(self) -> None:
         """Close a decode step whose victims are chosen: count it, and after the first one cut to the budget."""
         self.columns += 1
         if self.step == 1:
-            rows = zip(self.prompt, self.limits, strict=True)
+            rows = zip(self.entries, self.limits, strict=True)
             if max(length + 1 - at_most(length + 1, limit) for length, limit in rows) > 1:
                 self._cut()
-        self.stats.note_step(self.scores, self.step, self.prompt, self.limits)
+        self.stats.note_step(self.scores, self.step, self.entries, self.limits)
 
     def _cut(self) -> None:
         """Cut every row to its budget, moving one layer at a time into the slots and freeing its prompt."""
         self._let_go()
-        source, n = self.current, self.ledger.index.shape[0]
-        held = max(at_most(length + 1, limit) for length, limit in zip(self.prompt, self.limits, strict=True))
+        source, state = self.current, self.state
+        n = state.ledger.index.shape[0]
+        held = max(at_most(length + 1, limit) for length, limit in zip(self.entries, self.limits, strict=True))
         utility, positions = source.utility[0, ..., :n], source.positions[..., :n]
-        # A row that ended before this step keeps what it had: the token fed for it is not one of its own.
-        own = self._active[None, :, None, None] | (self.ledger.index != selection.per_row(self._rows.prompt))
-        valid = (self.ledger.index < self._length[..., None]) & own
-        shielded = selection.protected(positions, self._newest, self._rows) & valid
-        keep = selection.first_cut(utility, valid, shielded, self._rows.budget, self.policy.rescue)
+        valid = state.may_stay(positions)
+        shielded = selection.protected(positions, state.newest, state.rows) & valid
+        keep = selection.first_cut(utility, valid, shielded, positions, state.rows.budget, self.policy.rescue)
         target = source
         if source is not self._kept:
             needed = max(self.planned, held + 1)
@@ -291,16 +313,16 @@ class SlotCache(Cache):
                 self._kept = self._allocate(source.batch, needed)
             target = self._kept
         moving.cut(source, target, selection.kept_order(keep, held), self._note_bytes)
-        self._length.copy_(keep.sum(-1))
-        self._free.copy_(self._length)
+        state.shorten(keep.sum(-1))
         self.current = target
         self._note_bytes()
-        self._bind()
+        state.bind(target)
 
     def _let_go(self) -> None:
         """Hold no view of the buffers, so that a layer's memory is free as soon as it has moved."""
         self.before_move()
-        self._views = []
+        if self.state is not None:
+            self.state.unbind()
 
     def _grow(self, needed: int) -> None:
         """Move to buffers of at least `needed` slots, doubling, one layer at a time."""
@@ -313,7 +335,7 @@ class SlotCache(Cache):
         self._kept = new if self._kept is old or self.phase == "decode" else self._kept
         self.current = new
         if self.phase == "decode":
-            self._bind()
+            self.state.bind(new)
 
     # ---- what is held ------------------------------------------------------------------------------------------
 
@@ -321,16 +343,32 @@ class SlotCache(Cache):
         """Original positions held between steps: [layers, B, G, slots] int64, -1 for an empty slot."""
         if self.phase != "decode":
             if self.phase == "prefill" and self.current is not None and not self.expect_prompt:
-                self.end_prefill()
+                self.end_prompt()
             else:
                 raise RuntimeError(
                     "nothing is held: no prompt has been read to its end since the cache was made or reset"
                 )
-        n = max(1, int(self._length.max()))
-        index = torch.arange(n, device=self._length.device)
-        held = (index < self._length[..., None]) & (index != self._free[..., None])
-        positions = torch.where(held, self.current.positions[..., :n], -1)
+        n = max(1, int(self.state.length.max()))
+        positions = torch.where(self.state.held(n), self.current.positions[..., :n], -1)
         return positions.expand(len(self.layers), -1, self._shape.kv_heads, -1).clone()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row b goes on from what row beam_idx[b] holds, as beam search asks for; all tensors keep their places.
+
+        Args:
+            beam_idx: [B] int64.
+        """
+        order = beam_idx.tolist()
+        if order == list(range(len(order))):
+            return
+        for tensor, dim in self.current.by_row():
+            tensor.copy_(tensor.index_select(dim, beam_idx))
+        if self.state is not None:
+            self.state.reorder(beam_idx)
+        self.mask = None if self.mask is None else self.mask.index_select(0, beam_idx)
+        for name in ("seen", "before", "prompt", "entries", "limits"):
+            values = getattr(self, name)
+            setattr(self, name, [values[row] for row in order] if values else values)
 
     @property
     def nbytes(self) -> int:
@@ -353,40 +391,3 @@ class SlotCache(Cache):
 
 def _nothing() -> None:
     pass
-
-
-class SlotLayer(CacheLayerMixin):
-    """One layer of a `SlotCache`, as transformers' `Cache` expects it."""
-
-    is_compileable = False
-    is_sliding = False
-
-    def __init__(self, cache: SlotCache, index: int):
-        super().__init__()
-        self.cache, self.index = cache, index
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: buffers are made when the prompt arrives."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        return self.cache.store(self.index, key_states, value_states)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.cache.columns + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.cache.columns
-
-    def get_max_length(self) -> int:
-        return -1
-
-    get_max_cache_shape = get_max_length  # its name before transformers 5.20
-
-    def reset(self) -> None:
-        self.cache.reset()
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        raise NotImplementedError("beam search over a SlotCache is not supported yet")
-
-    crop = batch_repeat_interleave = batch_select_indices = reorder_cache

@@ -24,7 +24,8 @@ _NUMBERS = itertools.count()
 
 def layer_step(layer, hidden: Tensor, cos: Tensor, sin: Tensor, of_layer: slots.LayerSlots) -> Tensor:
     """One decoder layer over its slots: hidden [B, 1, E] to [B, 1, E]. Mutates the layer's slots."""
-    return layer(hidden, position_embeddings=(cos, sin), slots=of_layer)
+    positions = of_layer.newest[:, None]
+    return layer(hidden, position_embeddings=(cos, sin), position_ids=positions, slots=of_layer)
 
 
 def head_step(norm, head, hidden: Tensor, ledger: slots.Ledger, finish: Callable) -> Tensor:
@@ -32,6 +33,13 @@ def head_step(norm, head, hidden: Tensor, ledger: slots.Ledger, finish: Callable
     logits = head(norm(hidden[:, -1]))
     finish(ledger)
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def norm_step(norm, head, hidden: Tensor, ledger: slots.Ledger, finish: Callable) -> Tensor:
+    """What the head is given, [B, 1, E], and the choice of the next free slots. Mutates the ledger."""
+    hidden = norm(hidden)
+    finish(ledger)
+    return hidden
 
 
 def _plainly(function: Callable, changing: tuple, *arguments) -> Tensor:
@@ -59,7 +67,10 @@ class Decoder:
         }
         self._tape = Tape()
         self._layer = self._compile(layer_step) if compile else layer_step
-        self._head = self._compile(head_step) if compile else head_step
+        # The end of a step: the logits, or what transformers' own loop takes to the head itself.
+        self._ends = {True: head_step, False: norm_step}
+        if compile:
+            self._ends = {whole: self._compile(function) for whole, function in self._ends.items()}
         self._warm: set[tuple] = set()
 
     def _compile(self, function: Callable) -> Callable:
@@ -81,23 +92,24 @@ class Decoder:
         replace_linears(graph)
         return self._tape.wrap(compile_fx(graph, inputs), symbols_of(graph))
 
-    def step(self, cache: SlotCache, tokens: Tensor) -> Tensor:
+    def step(self, cache: SlotCache, tokens: Tensor, *, logits: bool = True) -> Tensor:
         """Feed one token a row.
 
         Args:
             cache: holds the prompt and what was fed since; mutated.
             tokens: [B] int64.
+            logits: whether the head runs too.
 
         Returns:
-            logits [B, V], float32 or wider.
+            logits [B, V], float32 or wider; without the head what it would be given, [B, 1, E].
         """
         started = time.perf_counter()
         cache.begin_step()
         if not self.compiled:
-            logits = self._run(cache, tokens)
+            result = self._run(cache, tokens, logits)
         else:
-            key, before = (cache.scores, tokens.shape[0] > 1), self.stats.compiles
-            logits = self._compiled_step(cache, tokens)
+            key, before = (cache.scores, logits, tokens.shape[0] > 1), self.stats.compiles
+            result = self._compiled_step(cache, tokens, logits)
             if key in self._warm:
                 self.stats.recompiles += self.stats.compiles - before
             self._warm.add(key)
@@ -105,25 +117,25 @@ class Decoder:
                 self.stats.compile_seconds += time.perf_counter() - started
         cache.end_step()
         self.stats.step_seconds.append(time.perf_counter() - started)
-        return logits
+        return result
 
-    def _compiled_step(self, cache: SlotCache, tokens: Tensor) -> Tensor:
+    def _compiled_step(self, cache: SlotCache, tokens: Tensor, logits: bool) -> Tensor:
         """A step repeated from the tape, or looked up under all of torch.compile's guards and written down."""
-        kind, owner = cache.scores, cache.step_views
+        kind, owner = (cache.scores, logits), cache.step_views
         if self._tape.holds(kind, owner):
-            return self._tape.play(kind, *self._enter(cache, tokens), cache.ledger.index)
+            return self._tape.play(kind, *self._enter(cache, tokens), cache.state.ledger.index)
         cache.before_move = self._tape.clear
-        return self._tape.record(kind, owner, lambda call: self._run(cache, tokens, call))
+        return self._tape.record(kind, owner, lambda call: self._run(cache, tokens, logits, call))
 
     def _enter(self, cache: SlotCache, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """hidden [B, 1, E], cos and sin [B, 1, D] of the new tokens."""
         hidden = self.parts.embed(tokens[:, None])
-        return hidden, *self.parts.rotary(hidden, position_ids=cache.ledger.newest[:, None])
+        return hidden, *self.parts.rotary(hidden, position_ids=cache.state.newest[:, None])
 
-    def _run(self, cache: SlotCache, tokens: Tensor, call: Callable = _plainly) -> Tensor:
-        parts = self.parts
+    def _run(self, cache: SlotCache, tokens: Tensor, logits: bool, call: Callable = _plainly) -> Tensor:
+        parts, ledger = self.parts, cache.state.ledger
         hidden, cos, sin = self._enter(cache, tokens)
-        index, rows_dim = cache.ledger.index, 0 if tokens.shape[0] > 1 else None
+        index, rows_dim = ledger.index, 0 if tokens.shape[0] > 1 else None
         for tensor in (cos, sin):
             slots.mark_dynamic(tensor, None, rows_dim)
         for number, layer in enumerate(parts.layers):
@@ -132,7 +144,7 @@ class Decoder:
             hidden = call(self._layer, (hidden, cos, sin, index), layer, hidden, cos, sin, of_layer)
         slots.mark_dynamic(hidden, None, rows_dim)
         finish = self._finish[cache.scores]
-        return call(self._head, (hidden, cos, sin, index), parts.norm, parts.head, hidden, cache.ledger, finish)
+        return call(self._ends[logits], (hidden, cos, sin, index), parts.norm, parts.head, hidden, ledger, finish)
 
 
 def _finisher(policy, scored: int) -> Callable:

@@ -11,6 +11,7 @@ from kvpatch.slots import round_up
 class Explanation:
     """Paths of a patched model; printed by str(), plain by `to_dict()`.
 
+    host_loop: what a generate call may ask for that transformers' own loop has to run, and what runs inside it.
     bytes_per_token: keys and values of one held token over all layers.
     bytes_per_row: what a row's keys and values come to, the free slot and rounding included; for a share of the prompt,
         of 1,000 prompt tokens.
@@ -25,6 +26,7 @@ class Explanation:
     loop: str
     loop_reason: str
     prefill: str
+    host_loop: dict[str, str]
     layers: list[str]
     bytes_per_token: int
     bytes_per_row: int | None
@@ -56,8 +58,13 @@ class Explanation:
             loop="compiled steps, host loop" if handle.compile else "eager steps, host loop",
             loop_reason="one decoder layer compiled and reused; CUDA-graph capture is not part of this release"
             if handle.compile
-            else "compile=False",
+            else handle.uncompiled_because,
             prefill=f"the model's own forward ({model.config._attn_implementation}), then one full-length first step",
+            host_loop={
+                "num_beams": "the same steps inside transformers' beam search",
+                "output_hidden_states": "the model's own layers over the slots, uncompiled",
+                "inputs_embeds": "the model's own layers over the slots, uncompiled",
+            },
             layers=kinds,
             bytes_per_token=per_token,
             bytes_per_row=None if tokens is None else round_up(tokens + 1) * per_token,
@@ -83,6 +90,7 @@ class Explanation:
                 f"attention  {self.backend}: {self.backend_reason}",
                 *(f"           {line}" for line in layers),
                 f"loop       {self.loop}: {self.loop_reason}",
+                *(f"           with {name}: {what}" for name, what in self.host_loop.items()),
                 f"cache      {promised} ({self.bytes_per_token:,} bytes a token)",
             )
         )

@@ -17,6 +17,12 @@ from kvpatch.prefill import read_prompt
 from kvpatch.rows import row_lengths
 
 CACHE_NAMES = ("cache", "past_key_values")
+MODES = (
+    GenerationMode.GREEDY_SEARCH,
+    GenerationMode.SAMPLE,
+    GenerationMode.BEAM_SEARCH,
+    GenerationMode.BEAM_SAMPLE,
+)
 # Generation settings that need a cache that can be cropped, another cache, or another loop.
 UNSUPPORTED = (
     "cache_implementation",
@@ -66,10 +72,8 @@ def generate(handle, original: Callable, args: tuple, kwargs: dict):
         config = _effective_config(handle.model, call)
         _refuse(handle.model, call, config)
         _own_stop_strings(call, config)
-        if given is not None and given.phase != "empty":
-            raise ValueError(
-                f"{foreign}: the SlotCache holds {given.columns} tokens of an earlier call; reset() it first"
-            )
+        if given is not None:
+            _check_given(foreign, given, call, config)
         cache = handle.take_cache(given)
         try:
             # One grad mode for all calls: compiled code is guarded by it, and buffers made in inference mode could
@@ -94,7 +98,12 @@ def _run(handle, original: Callable, call: dict, config, cache: SlotCache):
             raise ValueError(
                 f"prefill_chunk_size={config.prefill_chunk_size!r} can't be used together with {why}: leave it out"
             )
-        return original(**call, **{handle.keyword: cache})
+        # Beams need our steps only; whoever asks for every layer's output gets transformers' own layers.
+        cache.stepper = handle.decoder_for(cache) if config.num_beams > 1 and not config.output_hidden_states else None
+        try:
+            return original(**call, **{handle.keyword: cache})
+        finally:
+            cache.stepper = None
     streamer = call.get("streamer")
 
     def decode_loop(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
@@ -112,7 +121,9 @@ def _run(handle, original: Callable, call: dict, config, cache: SlotCache):
 
 
 def host_loop_reason(config, call: dict) -> str | None:
-    """Why transformers' own loop has to run, with our steps uncompiled inside; None where our loop runs."""
+    """Why transformers' own loop has to run; None where our loop runs."""
+    if config.num_beams > 1:
+        return f"num_beams={config.num_beams}"
     if getattr(config, "output_hidden_states", False):
         return "output_hidden_states needs every layer's output"
     if call.get("inputs_embeds") is not None:
@@ -155,10 +166,29 @@ def _refuse(model, call: dict, config) -> None:
     if getattr(config, "output_attentions", False):
         raise ValueError("output_attentions=True: the attention of evicted entries does not exist; leave it out")
     mode = config.get_generation_mode(None)
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+    if mode not in MODES:
         raise ValueError(
-            f"num_beams={config.num_beams} (generation mode {mode.value!r}) is not supported by a patched model yet; "
-            "use greedy search or sampling"
+            f"num_beams={config.num_beams} with num_beam_groups={getattr(config, 'num_beam_groups', 1)} (generation "
+            f"mode {mode.value!r}) is not supported by a patched model; use greedy search, sampling or plain beams"
+        )
+
+
+def _check_given(name: str, cache: SlotCache, call: dict, config) -> None:
+    """A cache that holds something is for a later turn, whose input_ids are the whole conversation."""
+    if cache.phase == "empty":
+        return
+    ids = next((call[key] for key in ("inputs", "input_ids") if call.get(key) is not None), None)
+    why = host_loop_reason(config, call)
+    if why or ids is None:
+        raise ValueError(
+            f"{name}: the SlotCache holds {cache.columns} tokens of an earlier call, and a later turn can't use "
+            f"{why or 'anything but input_ids'}; reset() it first"
+        )
+    if ids.shape[0] * config.num_return_sequences != cache.current.batch or ids.shape[1] <= cache.columns:
+        raise ValueError(
+            f"{name}: the SlotCache holds {cache.columns} tokens of {cache.current.batch} row(s), so input_ids must be "
+            f"the whole conversation of as many rows and at least one token more, got {list(ids.shape)}; reset() the "
+            "cache to start anew"
         )
 
 
@@ -183,11 +213,16 @@ def _decode(handle, cache, input_ids, processors, criteria, config, model_kwargs
     model, stats = handle.model, cache.stats
     batch, columns = input_ids.shape
     mask = model_kwargs.get("attention_mask")
-    lengths = [columns] * batch if mask is None else row_lengths(mask)
     positions = model_kwargs.get("position_ids")
-    check_positions(positions, lengths, columns)
-    cache.plan(lengths, config.max_length - columns - 1)
     started = time.perf_counter()
+    first = 0  # column where this call's own prompt begins
+    if cache.phase == "decode":
+        first = cache.columns
+        cache.expect(columns - first)
+        cache.reopen()
+    lengths = [columns - first] * batch if mask is None else row_lengths(mask[:, first:], holes=first > 0)
+    check_positions(positions, cache.seen or [0] * batch, mask, first)
+    cache.plan(lengths, config.max_length - columns - 1)
     logits = read_prompt(
         model, handle.parts.base, handle.keyword, cache, input_ids, mask, positions, config.prefill_chunk_size
     )
@@ -217,7 +252,7 @@ def _decode(handle, cache, input_ids, processors, criteria, config, model_kwargs
             streamer.put(tokens.cpu())
         if not unfinished.any():
             break
-        if batch > 1:
+        if batch > 1 and has_eos:  # without EOS a finished row is not padded: it goes on until all are done
             cache.set_active(unfinished)
         logits = decoder.step(cache, tokens.to(model.device))
     if streamer is not None:
@@ -227,18 +262,25 @@ def _decode(handle, cache, input_ids, processors, criteria, config, model_kwargs
     return GenerateDecoderOnlyOutput(sequences=ids, scores=scores, logits=raw_logits, **{handle.keyword: cache})
 
 
-def check_positions(positions: Tensor | None, lengths: list[int], columns: int) -> None:
-    """A row's positions count its own tokens from 0: anything else can't be continued by the step.
+def check_positions(positions: Tensor | None, seen: list[int], mask: Tensor | None, first: int) -> None:
+    """A row's positions count its own tokens: anything else can't be continued by the step.
+
+    Args:
+        positions: [B or 1, L] of the whole conversation, or None.
+        seen: tokens of each row before its prompt.
+        mask: [B, L] or None.
+        first: column where the prompt begins.
 
     Raises:
         ValueError: naming the row.
     """
-    for row, length in enumerate(lengths if positions is not None else ()):
-        given = positions[min(row, positions.shape[0] - 1), columns - length :].tolist()
-        if given != list(range(length)):
+    for row, before in enumerate(seen if positions is not None else ()):
+        given = positions[min(row, positions.shape[0] - 1), first:]
+        given = (given if mask is None else given[mask[row, first:].bool()]).tolist()
+        if given != list(range(before, before + len(given))):
             raise ValueError(
-                f"position_ids row {row} must count that row's tokens from 0 to {length - 1}, as the attention_mask "
-                "does; leave position_ids out"
+                f"position_ids row {row} must count that row's tokens from {before} to {before + len(given) - 1}, as "
+                "the attention_mask does; leave position_ids out"
             )
 
 

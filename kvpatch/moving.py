@@ -8,19 +8,45 @@ from torch import Tensor
 from kvpatch.slots import Buffers
 
 
-def squeeze(buffers: Buffers, columns: int, pads: Tensor) -> None:
-    """Shift every row left over its pads.
+def squeeze(buffers: Buffers, valid: Tensor) -> None:
+    """Bring every row's tokens to its first slots, in the order that they have.
 
     Args:
-        buffers: mutated; slots 0..columns-1 hold the prompt with its pads.
-        pads: [B] int64.
+        buffers: mutated; keys and values only.
+        valid: [B, columns] bool, which of the first slots hold a token.
     """
+    columns, shape = valid.shape[1], buffers.shape
+    order = (~valid).to(torch.int8).argsort(dim=-1, stable=True)
     # What comes behind a row's end is its last token again: never valid, but finite.
-    order = (torch.arange(columns, device=pads.device) + pads[:, None]).clamp_max(columns - 1)
-    order = order[:, None].expand(-1, buffers.shape.kv_heads, -1)
-    for layer in range(buffers.shape.layers):
+    last = valid.sum(-1, keepdim=True) - 1
+    order = order.gather(-1, torch.minimum(torch.arange(columns, device=valid.device), last))
+    order = order[:, None].expand(-1, shape.kv_heads, -1)
+    for layer in range(shape.layers):
         for side in (buffers.keys, buffers.values):
             side[layer][:, :, :columns] = gathered(side[layer], order)
+
+
+def enter(buffers: Buffers, before: Tensor, gone: Tensor, mean: bool) -> None:
+    """Give a prompt's tokens, which lie behind the first `before` slots of a row, their positions and utility.
+
+    Args:
+        buffers: mutated.
+        before: [B] int64, tokens held already; they keep what they have.
+        gone: [B] int64, tokens of earlier turns that are no longer held.
+        mean: start at the mean utility of the tokens held already, else at zero.
+    """
+    index = torch.arange(buffers.capacity, device=before.device)
+    earlier = index < before[None, :, None, None]
+    buffers.pending.zero_()
+    held = torch.where(earlier, buffers.utility, 0.0)
+    start = held.sum(-1, keepdim=True) / before[None, None, :, None, None].clamp_min(1) if mean else 0.0
+    buffers.utility.copy_(torch.where(earlier, buffers.utility, start))
+    buffers.positions.copy_(torch.where(earlier, buffers.positions, index + gone[None, :, None, None]))
+
+
+def by_position(held: Tensor, positions: Tensor) -> Tensor:
+    """Slots in order of what they hold, [Lc, B, Gc, n] int64: held positions ascending, then the others."""
+    return torch.where(held, positions, torch.iinfo(positions.dtype).max).argsort(dim=-1, stable=True)
 
 
 def cut(source: Buffers, target: Buffers, order: Tensor, note: Callable[[], None]) -> None:

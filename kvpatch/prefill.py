@@ -29,25 +29,25 @@ def read_prompt(
     position_ids: Tensor | None,
     block: int | None = None,
 ) -> Tensor:
-    """Read the whole prompt into the cache.
+    """Read the prompt into the cache, from where the cache has come to.
 
     Args:
         model, base: the causal LM and its base model (patched).
         keyword: name of the cache argument.
-        cache: an empty SlotCache; mutated.
+        cache: a SlotCache that is empty, or was told of a later turn; mutated.
         input_ids: [B, L] int64.   mask: [B, L] or None.   position_ids: [B, L] or None.
         block: queries a block, if the caller wants a certain number.
 
     Returns:
         logits after the last column, [B, V].
     """
-    columns = input_ids.shape[1]
+    first, columns = cache.columns, input_ids.shape[1]
     input_ids, mask, position_ids = (
         None if tensor is None else tensor.to(model.device) for tensor in (input_ids, mask, position_ids)
     )
-    size = block or block_length(columns, mask is not None, model.config)
-    cache.expect(columns)
-    for start in range(0, columns, size):
+    size = block or block_length(columns - first, mask is not None or first > 0, model.config)
+    cache.expect(columns - first)
+    for start in range(first, columns, size):
         end = min(start + size, columns)
         inputs = {
             "input_ids": input_ids[:, start:end],

@@ -40,6 +40,11 @@ def protected(positions: Tensor, newest: Tensor, rows: Rows) -> Tensor:
     return sinks | recent | reserved(positions, per_row(rows.prompt), per_row(rows.reserve))
 
 
+def passed(positions: Tensor, newest: Tensor, window: int) -> Tensor:
+    """Whether the token at `newest` [B] no longer meets positions [Lc, B, Gc, n] through a sliding window."""
+    return positions <= per_row(newest - window)
+
+
 def reserved(positions: Tensor, prompt: Tensor, count: Tensor) -> Tensor:
     """Whether a position is floor(j * prompt / count) for some j in 0..count-1, in integers only."""
     first = (positions * count + prompt - 1) // prompt
@@ -62,12 +67,15 @@ def victims(utility: Tensor, positions: Tensor, eligible: Tensor) -> Tensor:
     return torch.where(lowest & eligible, positions, last).argmin(-1)
 
 
-def first_cut(utility: Tensor, valid: Tensor, shielded: Tensor, budget: Tensor, rescue: bool) -> Tensor:
-    """Entries that stay when a row's whole prompt is cut to its budget; slot i holds position i.
+def first_cut(
+    utility: Tensor, valid: Tensor, shielded: Tensor, positions: Tensor, budget: Tensor, rescue: bool
+) -> Tensor:
+    """Entries that stay when a row's whole prompt is cut to its budget.
 
     Args:
-        utility: [Lc, B, Gc, n].
+        utility: [Lc, B, Gc, n], in order of position.
         valid, shielded: bool of that shape; shielded entries (`protected`) go last.
+        positions: int64 of that shape.
         budget: [B] int64.
         rescue: keep the best of every 16 positions of a row that loses more than one entry, before filling by rank.
 
@@ -79,7 +87,7 @@ def first_cut(utility: Tensor, valid: Tensor, shielded: Tensor, budget: Tensor, 
     kept = torch.minimum(held, per_row(budget))
     tier = valid.to(torch.int8) + 2 * (shielded & valid)
     if rescue:
-        tier = tier + (block_best(utility, valid) & valid & (held - kept > 1)).to(torch.int8)
+        tier = tier + (block_best(utility, valid, positions) & (held - kept > 1)).to(torch.int8)
     # Stable sorts from the minor key to the major one: position (the order of slots), utility, tier.
     order = utility.argsort(dim=-1, stable=True)
     order = order.gather(-1, tier.gather(-1, order).argsort(dim=-1, stable=True))
@@ -87,15 +95,20 @@ def first_cut(utility: Tensor, valid: Tensor, shielded: Tensor, budget: Tensor, 
     return torch.zeros_like(valid).scatter(-1, order, rank >= slots - kept)
 
 
-def block_best(utility: Tensor, valid: Tensor) -> Tensor:
-    """The entry of highest utility (then highest position) of every block of 16 slots, as a bool mask."""
-    *lead, slots = utility.shape
-    blocks = -(-slots // RESCUE_BLOCK)
-    padded = utility.new_full((*lead, blocks * RESCUE_BLOCK), -torch.inf)
-    padded[..., :slots] = torch.where(valid, utility, -torch.inf)
-    padded = padded.view(*lead, blocks, RESCUE_BLOCK)
-    best = RESCUE_BLOCK - 1 - padded.flip(-1).argmax(-1, keepdim=True)
-    return torch.zeros_like(padded, dtype=torch.bool).scatter(-1, best, True).view(*lead, -1)[..., :slots]
+def block_best(utility: Tensor, valid: Tensor, positions: Tensor) -> Tensor:
+    """The valid entry of highest utility (then highest position) of every 16 positions, as a bool mask.
+
+    Args:
+        utility, valid, positions: [Lc, B, Gc, n], in order of position.
+    """
+    block = torch.where(valid, positions // RESCUE_BLOCK, torch.iinfo(positions.dtype).max)
+    # Stable sorts from the minor key to the major one: position, utility, block. The last of each block is its best.
+    order = utility.argsort(dim=-1, stable=True)
+    order = order.gather(-1, block.gather(-1, order).argsort(dim=-1, stable=True))
+    block = block.gather(-1, order)
+    last = torch.ones_like(valid)
+    last[..., :-1] = block[..., 1:] != block[..., :-1]
+    return torch.zeros_like(valid).scatter(-1, order, last) & valid
 
 
 def kept_order(keep: Tensor, size: int) -> Tensor:

@@ -8,7 +8,7 @@ them is free, the last victim; a growing row's free slot is the one behind its l
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -24,7 +24,8 @@ class LayerSlots(NamedTuple):
     """One layer's tensors during a decode step; `attend` updates keys, values and utility in place.
 
     keys, values: [B, G, C, D].   utility: [Q, B, Gc, C] (the coupling's own accumulator).
-    positions: [B, Gc, C] int64.   free, length: [B, Gc] int64.   index: [n] int64, 0..n-1.
+    positions: [B, Gc, C] int64.   free, length: [B, Gc] int64.   newest: [B] int64, position of the new token.
+    index: [n] int64, 0..n-1.
     attend: (slots, q [B, H, 1, D], k, v [B, G, 1, D], scale) -> output [B, 1, H, D].
     """
 
@@ -34,13 +35,19 @@ class LayerSlots(NamedTuple):
     positions: Tensor
     free: Tensor
     length: Tensor
+    newest: Tensor
     index: Tensor
     attend: Callable
 
 
 @functools.cache  # compiled code is guarded by this function's identity
-def make_attend(policy: Policy, scorer: scoring.Scorer, decode: Callable, scores: bool) -> Callable:
-    """The attention of one layer at one kind of step, for `LayerSlots.attend`."""
+def make_attend(
+    policy: Policy, scorer: scoring.Scorer, decode: Callable, scores: bool, window: int | None = None
+) -> Callable:
+    """The attention of one layer at one kind of step, for `LayerSlots.attend`.
+
+    A layer with a sliding `window` meets only the newest `window` positions; what is held beyond has weight 0 there.
+    """
     # With one update a step the layers only add up; `finish` applies the policy's own rule to their mean.
     rule = "cumulative" if policy.coupling == "uniform" else policy.aggregation
     shared_heads = policy.coupling != "per_head"
@@ -54,16 +61,18 @@ def make_attend(policy: Policy, scorer: scoring.Scorer, decode: Callable, scores
         slots.keys[rows, heads, slots.free] = k[:, :, 0]
         slots.values[rows, heads, slots.free] = v[:, :, 0]
         keys, values = slots.keys[:, :, :n], slots.values[:, :, :n]
-        valid = slots.index < slots.length[..., None]
+        held = slots.index < slots.length[..., None]
+        positions = slots.positions[..., :n]
+        valid = held if window is None else held & (positions > slots.newest[:, None, None] - window)
         output, weights = decode(q, keys, values, valid, scale)
         if scores:
-            scene = scoring.Scene(weights, keys, values, slots.positions[..., :n], valid, policy.head_pool, policy.seed)
+            scene = scoring.Scene(weights, keys, values, positions, valid, policy.head_pool, policy.seed)
             score = scorer.score(scene).expand(batch, groups, n)
             if shared_heads:
                 score = scoring.pool(score, policy.head_pool if scorer.uses_attention else "mean", 1)
             utility = slots.utility[0, :, :, :n]
             new = aggregation.aggregate(utility, score, rule, policy.alpha)
-            slots.utility[0, :, :, :n] = torch.where(valid, new, utility)
+            slots.utility[0, :, :, :n] = torch.where(held, new, utility)
         return output
 
     return attend
@@ -75,6 +84,7 @@ class Ledger(NamedTuple):
     utility: [Q, Lc, B, Gc, C].   pending: the same with Lc = Gc = 1 for coupling "uniform" (sum over layers), else [0].
     positions: [Lc, B, Gc, C] int64.   free, length: [Lc, B, Gc] int64.   newest: [B] int64, its position.
     active: [B] bool, False for rows that are done.   rows: per-row limits.   index: [n] int64.
+    window: that of every layer, None where one layer or more meets all positions.
     """
 
     utility: Tensor
@@ -86,6 +96,7 @@ class Ledger(NamedTuple):
     active: Tensor
     rows: selection.Rows
     index: Tensor
+    window: int | None
 
 
 def begin(ledger: Ledger, policy: Policy) -> None:
@@ -124,6 +135,11 @@ def finish(ledger: Ledger, policy: Policy, scored: int) -> None:
             eligible = eligible & ~selection.protected(positions, ledger.newest, ledger.rows)
         victim = selection.victims(ledger.utility[0, ..., :n], positions, eligible)
         following = torch.where(ledger.length > ledger.rows.budget[None, :, None], victim, following)
+        if ledger.window is not None:
+            # What no layer will meet again goes first, whatever protects it: at most one entry leaves a window a step.
+            held = ledger.index < ledger.length[..., None]
+            gone = held & selection.passed(positions, ledger.newest + 1, ledger.window)
+            following = torch.where(gone.any(-1), gone.to(torch.int8).argmax(-1), following)
     ledger.free.copy_(torch.where(ledger.active[None, :, None], following, ledger.free))
 
 
@@ -158,6 +174,11 @@ class Buffers:
     def drop_layer(self, layer: int) -> None:
         """Give one layer's memory back."""
         self.keys[layer] = self.values[layer] = None
+
+    def by_row(self) -> Iterator[tuple[Tensor, int]]:
+        """Every tensor that is there, and the dimension of its rows."""
+        yield from ((tensor, 0) for tensor in (*self.keys, *self.values) if tensor is not None)
+        yield from ((self.utility, 2), (self.pending, 2), (self.positions, 1))
 
     @property
     def nbytes(self) -> int:

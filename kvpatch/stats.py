@@ -50,16 +50,16 @@ class Stats:
         self.cache_bytes = live
         self.peak_cache_bytes = max(self.peak_cache_bytes, live)
 
-    def note_rows(self, prompt: list[int], limits: list[int | None]) -> None:
-        """Rows of the generation that begins."""
+    def note_rows(self, prompt: list[int], entries: list[int], limits: list[int | None]) -> None:
+        """Rows of the generation that begins: tokens seen, held, and the most that may be."""
         self.prompt, self.budget = list(prompt), list(limits)
-        self.held = max(prompt)
+        self.held = max(entries)
 
-    def note_step(self, scored: bool, step: int, prompt: list[int], limits: list[int | None]) -> None:
-        """Decode step `step` is done; every row has seen its prompt and `step` tokens more."""
+    def note_step(self, scored: bool, step: int, entries: list[int], limits: list[int | None]) -> None:
+        """Decode step `step` is done; every row held its entries before the first one and was given `step` more."""
         self.steps = step
         self.refreshes += scored
-        seen = [length + step for length in prompt]
+        seen = [length + step for length in entries]
         held = [count if limit is None else min(count, limit) for count, limit in zip(seen, limits, strict=True)]
         self.held, self.evicted = max(held), sum(seen) - sum(held)
 

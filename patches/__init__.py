@@ -1,7 +1,8 @@
 """Architectures that kvpatch can patch: one module each, holding only what differs.
 
-A module offers `MODEL_TYPES` (of the config), `check(config)`, `find_parts(model)` and
-`project(attention, hidden, position_embeddings)`. Nothing here knows of policies: `attend` comes in with the slots.
+A module offers `MODEL_TYPES` (of the config), `check(config)`, `find_parts(model)`, `project(attention, hidden,
+position_embeddings, position_ids)`, and `uncompilable(config)` where a setting of the model's rules compiling out.
+Nothing here knows of policies: `attend` comes in with the slots.
 """
 
 import importlib
@@ -14,7 +15,11 @@ from torch import Tensor, nn
 
 from kvpatch.errors import UnsupportedModelError
 
-_MODULES = ("llama",)
+_MODULES = ("llama", "mistral", "qwen")
+# Models whose text part is supported, but not inside this wrapper.
+_WRAPPERS = {
+    "mistral3": "Mistral 3's vision wrapper; load its text model with AutoModelForCausalLM from its own folder"
+}
 
 
 class Parts(NamedTuple):
@@ -30,13 +35,17 @@ class Parts(NamedTuple):
 
 
 class Architecture(NamedTuple):
-    """A patch module's entry: its name, the config's model types, and its two functions."""
+    """A patch module's entry: its name, the config's model types, and its functions.
+
+    uncompilable: (config) -> why a layer's step can't be compiled, or None.
+    """
 
     name: str
     model_types: tuple[str, ...]
     find_parts: Callable[[nn.Module], Parts]
-    project: Callable[[nn.Module, Tensor, tuple[Tensor, Tensor]], tuple[Tensor, Tensor, Tensor]]
+    project: Callable[[nn.Module, Tensor, tuple[Tensor, Tensor], Tensor | None], tuple[Tensor, Tensor, Tensor]]
     check: Callable[[object], None]
+    uncompilable: Callable[[object], str | None]
 
 
 def architectures() -> list[Architecture]:
@@ -44,7 +53,10 @@ def architectures() -> list[Architecture]:
     found = []
     for name in _MODULES:
         module = importlib.import_module(f"{__name__}.{name}")
-        found.append(Architecture(name, module.MODEL_TYPES, module.find_parts, module.project, module.check))
+        uncompilable = getattr(module, "uncompilable", lambda config: None)
+        found.append(
+            Architecture(name, module.MODEL_TYPES, module.find_parts, module.project, module.check, uncompilable)
+        )
     return found
 
 
@@ -70,8 +82,9 @@ def find(model: nn.Module) -> Architecture:
                 )
             entry.check(config)
             return entry
+    why = _WRAPPERS.get(config.model_type, "no patch module")
     raise UnsupportedModelError(
-        f"model_type {config.model_type!r} ({type(model).__name__}) has no patch module; supported: {supported}"
+        f"model_type {config.model_type!r} ({type(model).__name__}) is not supported ({why}); supported: {supported}"
     )
 
 
@@ -93,7 +106,8 @@ def rewritten_forward(original: Callable, project: Callable, keyword: str, slots
 
     Args:
         original: the forward that stood there, bound.
-        project: (attention, hidden [B, 1, E], position_embeddings) -> q [B, H, 1, D], k and v [B, G, 1, D], rotated.
+        project: (attention, hidden [B, 1, E], position_embeddings, position_ids) -> q [B, H, 1, D], k and v
+            [B, G, 1, D], rotated.
         keyword: name of the cache argument.
         slots_of: (cache, layer index) -> the layer's slots, or None where the cache is not ours or reads the prompt.
     """
@@ -108,7 +122,7 @@ def rewritten_forward(original: Callable, project: Callable, keyword: str, slots
                 attention_mask=attention_mask,
                 **kwargs,
             )
-        q, k, v = project(self, hidden_states, position_embeddings)
+        q, k, v = project(self, hidden_states, position_embeddings, kwargs.get("position_ids"))
         output = slots.attend(slots, q, k, v, self.scaling)
         return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), None
 
@@ -133,6 +147,14 @@ def standard_parts(model: nn.Module) -> Parts:
         base.norm,
         model.lm_head,
     )
+
+
+def project(attention: nn.Module, hidden: Tensor, position_embeddings, position_ids=None):
+    """q [B, H, q, D], k and v [B, G, q, D] of hidden [B, q, E], rotated: projections as Llama has them."""
+    q = split_heads(attention.q_proj(hidden), attention.head_dim)
+    k = split_heads(attention.k_proj(hidden), attention.head_dim)
+    v = split_heads(attention.v_proj(hidden), attention.head_dim)
+    return *rotate(q, k, position_embeddings), v
 
 
 def rotate(q: Tensor, k: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

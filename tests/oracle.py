@@ -1,10 +1,10 @@
 """A naive float64 simulator of KV-cache eviction during decoding: the reference for testing fast code.
 
-It runs an ordinary transformers ``LlamaForCausalLM`` one row at a time, module by module, and writes
+It runs an ordinary transformers causal LM (Llama, Mistral, Qwen) one row at a time, module by module, and writes
 attention, scores, utilities and eviction out as plain loops over layers, heads and cached positions. Nothing
 here is meant to be fast, and nothing here is shared with the library.
 
-Notation (shared/methods.md): layer l, query head h, KV head g (a group of R = H/G query heads), prompt length
+Notation (InertiaKV, arXiv 2609.03515): layer l, query head h, KV head g (a group of R = H/G query heads), prompt length
 L0, decode step t = 1, 2, ..., cached position i, attention weight a_h(i) of the newest query, budget B.
 """
 
@@ -28,7 +28,7 @@ BLOCK = 16  # rescue keeps the best entry of every block of this many positions
 
 @dataclass(frozen=True)
 class Axes:
-    """One point on the axes of methods.md section 3; the defaults are those of section 1."""
+    """One point on the axes that policies vary; the defaults are InertiaKV's."""
 
     scorer: str = "attention"
     head_pool: str = "mean"
@@ -132,8 +132,17 @@ class Row:
         self.scored_layers = everything if axes.score_layers == "all" else tuple(axes.score_layers)
         if not self.scored_layers or not set(self.scored_layers) <= set(everything):
             raise ValueError(f"score_layers {axes.score_layers} must name some of the layers {everything}")
+        self.windows = [self.window_of(index) for index in everything]
         self.step_number = 0
         self.adopted = 0
+
+    def window_of(self, layer):
+        """Tokens that this layer's queries meet, themselves included; infinite without a sliding window."""
+        config = self.model.config
+        kinds = getattr(config, "layer_types", None)
+        window = getattr(config, "sliding_window", None)
+        sliding = window is not None and (kinds is None or kinds[layer] == "sliding_attention")
+        return window if sliding else math.inf
 
     # ---- what the caller reads
 
@@ -168,7 +177,35 @@ class Row:
             rows = []
             for i in positions:
                 seen = positions[: i + 1]
-                outputs = [self.attend(l, h, queries[h][i], seen)[1] for h in range(len(queries))]
+                outputs = [self.attend(l, h, queries[h][i], seen, i)[1] for h in range(len(queries))]
+                rows.append(torch.cat(outputs))
+            hidden = self.finish_layer(l, hidden, torch.stack(rows))
+        return self.logits(hidden)
+
+    @torch.no_grad()
+    def turn(self, prompt):
+        """A later turn's prompt: it attends to what is held and to itself; its tokens begin as new ones do.
+
+        A share of the budget, and the reserve, are then of all tokens seen; the next step is step 1 again. Returns
+        the last logits.
+        """
+        first = self.prompt_length + self.step_number
+        self.prompt_length, self.step_number = first + len(prompt), 0
+        self.kept = tokens_kept(self.budget, self.prompt_length, self.min_budget)
+        self.count_protected()
+        positions = list(range(first, self.prompt_length))
+        for utility in self.utilities.values():
+            start = mean(utility.values()) if self.axes.new_token == "mean" else 0.0
+            utility.update((i, start) for i in positions)
+        hidden = self.embed(prompt)
+        for l in range(len(self.layers)):
+            queries = self.append(l, hidden, positions)
+            rows = []
+            for n, i in enumerate(positions):
+                outputs = []
+                for h in range(len(queries)):
+                    met = sorted(j for j in self.keys[l][h // self.group] if j <= i)
+                    outputs.append(self.attend(l, h, queries[h][n], met, i)[1])
                 rows.append(torch.cat(outputs))
             hidden = self.finish_layer(l, hidden, torch.stack(rows))
         return self.logits(hidden)
@@ -195,7 +232,7 @@ class Row:
             attention, outputs = [], []  # attention[h] = {position: a_h(position)}
             for h in range(len(queries)):
                 held = sorted(self.keys[l][h // self.group])
-                weights, output = self.attend(l, h, queries[h][0], held)
+                weights, output = self.attend(l, h, queries[h][0], held, newest)
                 attention.append(dict(zip(held, weights, strict=True)))
                 outputs.append(output)
             hidden = self.finish_layer(l, hidden, torch.cat(outputs)[None])
@@ -317,6 +354,9 @@ class Row:
         """
         adopted = False
         for ranking, utility in self.utilities.items():
+            # What no layer will meet again goes before everything else, protected or not.
+            gone = {i for i in utility if i <= newest + 1 - max(self.windows)} if self.kept is not None else set()
+            whole, utility = utility, {i: value for i, value in utility.items() if i not in gone}
             excess = 0 if self.kept is None else max(len(utility) - self.kept, 0)
             guarded = [] if self.kept is None else [i for i in utility if self.protected(i, newest)]
             rescuing = self.axes.rescue and self.step_number == 1 and excess > 1
@@ -333,8 +373,8 @@ class Row:
                 own = dropped
                 dropped = self.check_observed(members, utility, own, guarded, rescuing, observed, tolerance)
                 adopted = adopted or dropped != own
-            for i in dropped:
-                del utility[i]
+            for i in dropped | gone:
+                del whole[i]
                 for l, g in members:
                     del self.keys[l][g][i]
                     del self.values[l][g][i]
@@ -397,8 +437,10 @@ class Row:
         attention = layer.self_attn
         normed = layer.input_layernorm(hidden)
         shape = (1, len(positions), -1, attention.head_dim)
-        queries = attention.q_proj(normed).view(shape).transpose(1, 2)
-        keys = attention.k_proj(normed).view(shape).transpose(1, 2)
+        queries, keys = attention.q_proj(normed).view(shape), attention.k_proj(normed).view(shape)
+        if hasattr(attention, "q_norm"):  # Qwen 3
+            queries, keys = attention.q_norm(queries), attention.k_norm(keys)
+        queries, keys = queries.transpose(1, 2), keys.transpose(1, 2)
         values = attention.v_proj(normed).view(shape).transpose(1, 2)
         cos, sin = self.model.model.rotary_emb(hidden, torch.tensor([positions], device=hidden.device))
         queries, keys = apply_rotary_pos_emb(queries, keys, cos, sin)
@@ -408,11 +450,18 @@ class Row:
                 self.values[l][g][i] = values[0, g, n]
         return queries[0]
 
-    def attend(self, l, h, query, positions):
-        """One query of head h in layer l over cached positions of KV head floor(h / R).
+    def attend(self, l, h, query, positions, newest):
+        """One query of head h in layer l, at position newest, over cached positions of KV head floor(h / R).
 
-        a(i) = softmax over i of q.k_i / sqrt(D), o = sum_i a(i) v_i. Returns ([a(i), ...], o).
+        a(i) = softmax over i of q.k_i / sqrt(D), o = sum_i a(i) v_i. Returns ([a(i), ...], o). Positions outside a
+        sliding window have a(i) = 0.
         """
+        outside = [i for i in positions if i <= newest - self.windows[l]]
+        if outside:
+            met = [i for i in positions if i not in outside]
+            weights, output = self.attend(l, h, query, met, newest)
+            of_met = dict(zip(met, weights, strict=True))
+            return [of_met.get(i, 0.0) for i in positions], output
         keys = torch.stack([self.keys[l][h // self.group][i] for i in positions])
         values = torch.stack([self.values[l][h // self.group][i] for i in positions])
         weights = torch.softmax(keys @ query * self.layers[l].self_attn.scaling, dim=0)

@@ -113,9 +113,9 @@ def test_in_bfloat16_the_error_is_that_of_the_unpatched_model(loaded, model):
     assert errors["patched"] ** 0.5 <= 1.1 * errors["unpatched"] ** 0.5
 
 
-# Share of what is held that was generated, after 1,000 steps at 128 tokens; pinned a little below what was measured. A
+# Share of what is held that was generated, after 1,000 steps at 128 tokens; 0.96 and 0.97 were measured. A
 # method whose new tokens start at zero would hold none.
-GENERATED_SHARE = {"inertia": 0.5, "inertia-lazy": 0.5}
+GENERATED_SHARE = {"inertia": 0.9, "inertia-lazy": 0.9}
 
 
 @pytest.mark.parametrize("policy", GENERATED_SHARE)
@@ -161,3 +161,36 @@ def test_two_calls_in_a_row_are_two_fresh_processes():
         return done.stdout.splitlines()
 
     assert lines(0, 1) == lines(0) + lines(1)
+
+
+@pytest.fixture(scope="module")
+def retold(loaded):
+    """The demo weights as other architectures, which compute the same."""
+    from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+    names = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads".split()
+    names += "rms_norm_eps max_position_embeddings rope_parameters tie_word_embeddings head_dim eos_token_id".split()
+    shared = {name: getattr(loaded[0].config, name) for name in names}
+    models = {"llama": loaded[0]}
+    models["mistral"] = MistralForCausalLM(MistralConfig(sliding_window=None, **shared)).eval()
+    models["qwen2"] = Qwen2ForCausalLM(Qwen2Config(**shared)).eval()
+    for name in ("mistral", "qwen2"):
+        got = models[name].load_state_dict(loaded[0].state_dict(), strict=False)
+        assert not got.unexpected_keys
+        assert all(key.endswith("proj.bias") for key in got.missing_keys)
+        for key in got.missing_keys:
+            torch.nn.init.zeros_(models[name].get_parameter(key))
+        models[name].generation_config = loaded[0].generation_config
+    return models
+
+
+@pytest.mark.parametrize("policy", kvpatch.list_policies())
+def test_the_same_weights_say_the_same_as_llama_mistral_and_qwen(loaded, retold, policy):
+    batch = padded([prose(loaded[1], length, seed) for seed, length in enumerate((160, 140))])
+    budget = {} if policy == "full" else {"budget": 48}
+    said = {}
+    for name, model in retold.items():
+        with kvpatch.patched(model, policy, compile=False, **budget):
+            said[name] = generate(model, batch, max_new_tokens=24)
+    assert torch.equal(said["mistral"], said["llama"])
+    assert torch.equal(said["qwen2"], said["llama"])

@@ -111,10 +111,15 @@ def test_protected_are_the_first_the_last_and_the_reserved(batch, heads, n, seed
         assert got[layer, b, g].tolist() == [position in kept for position in row]
 
 
-def naive_best(row: list[float], valid: list[bool]) -> set[int]:
+def spread(shape, generator) -> torch.Tensor:
+    """Positions that rise with the slot and leave gaps, as those do that are left of earlier turns."""
+    return torch.randint(1, 5, shape, generator=generator).cumsum(-1) - 1
+
+
+def naive_best(row: list[float], valid: list[bool], positions: list[int]) -> set[int]:
     best = set()
-    for start in range(0, len(row), selection.RESCUE_BLOCK):
-        held = [i for i in range(start, min(start + selection.RESCUE_BLOCK, len(row))) if valid[i]]
+    for block in {position // selection.RESCUE_BLOCK for position in positions}:
+        held = [i for i in range(len(row)) if valid[i] and positions[i] // selection.RESCUE_BLOCK == block]
         if held:
             best.add(max(held, key=lambda i: (row[i], i)))
     return best
@@ -127,17 +132,18 @@ def test_each_block_has_one_best_entry_the_latest_of_equals(drawn):
     n = utility.shape[-1]
     lengths = torch.randint(1, n + 1, (utility.shape[1],), generator=generator)
     valid = (torch.arange(n) < lengths[None, :, None, None]).expand(utility.shape)
-    got = selection.block_best(utility, valid)
+    positions = spread(utility.shape, generator)
+    got = selection.block_best(utility, valid, positions)
     assert got.shape == utility.shape
     for lead, row in lists(utility):
-        marked = {i for i in range(n) if got[lead][i] and valid[lead][i]}
-        assert marked == naive_best(row, valid[lead].tolist())
+        marked = {i for i in range(n) if got[lead][i]}
+        assert marked == naive_best(row, valid[lead].tolist(), positions[lead].tolist())
 
 
-def naive_cut(row, valid, shielded, budget, rescue) -> set[int]:
+def naive_cut(row, valid, shielded, positions, budget, rescue) -> set[int]:
     """Shielded entries, then (with rescue) the blocks' best, then the rest; by utility, then position."""
     held = [i for i in range(len(row)) if valid[i]]
-    best = naive_best(row, valid) if rescue and len(held) - min(len(held), budget) > 1 else set()
+    best = naive_best(row, valid, positions) if rescue and len(held) - min(len(held), budget) > 1 else set()
     wanted = sorted(held, key=lambda i: (shielded[i], i in best, row[i], i), reverse=True)
     return set(wanted[:budget])
 
@@ -158,30 +164,37 @@ def test_the_first_cut_keeps_the_protected_then_the_rescued_then_the_best(drawn,
         near,
         torch.randint(1, n + 3, (batch,), generator=generator),
     )
-    keep = selection.first_cut(utility, valid, shielded, budget, rescue)
+    positions = spread(utility.shape, generator)
+    keep = selection.first_cut(utility, valid, shielded, positions, budget, rescue)
     assert keep.dtype == torch.bool and keep.shape == utility.shape
     for lead, row in lists(utility):
-        expected = naive_cut(row, valid[lead].tolist(), shielded[lead].tolist(), int(budget[lead[1]]), rescue)
+        flags, places = (valid[lead].tolist(), shielded[lead].tolist()), positions[lead].tolist()
+        expected = naive_cut(row, *flags, places, int(budget[lead[1]]), rescue)
         assert {i for i in range(n) if keep[lead][i]} == expected
         assert len(expected) == min(int(lengths[lead[1]]), int(budget[lead[1]]))
+
+
+def slots_in_order(utility: torch.Tensor) -> torch.Tensor:
+    """The positions of a first turn."""
+    return torch.arange(utility.shape[-1]).expand(utility.shape)
 
 
 def test_a_row_that_loses_a_single_entry_rescues_nothing():
     # Two blocks; the second holds the two lowest utilities, so that its best is the one a rescue would save.
     utility = torch.cat((torch.linspace(2, 3, 16), torch.tensor([0.5, 0.4])))[None, None, None]
     valid, nothing = torch.ones(1, 1, 1, 18, dtype=torch.bool), torch.zeros(1, 1, 1, 18, dtype=torch.bool)
-    one = selection.first_cut(utility, valid, nothing, torch.tensor([17]), True)
+    one = selection.first_cut(utility, valid, nothing, slots_in_order(utility), torch.tensor([17]), True)
     assert one.flatten().tolist() == [True] * 17 + [False]
-    many = selection.first_cut(utility, valid, nothing, torch.tensor([4]), True)
+    many = selection.first_cut(utility, valid, nothing, slots_in_order(utility), torch.tensor([4]), True)
     assert many.flatten().nonzero().flatten().tolist() == [13, 14, 15, 16]
-    plain = selection.first_cut(utility, valid, nothing, torch.tensor([4]), False)
+    plain = selection.first_cut(utility, valid, nothing, slots_in_order(utility), torch.tensor([4]), False)
     assert plain.flatten().nonzero().flatten().tolist() == [12, 13, 14, 15]
 
 
 def test_an_unlimited_row_keeps_everything_beside_a_limited_one():
     utility = torch.rand(1, 2, 1, 9, generator=torch.Generator().manual_seed(0))
     valid, nothing = torch.ones(1, 2, 1, 9, dtype=torch.bool), torch.zeros(1, 2, 1, 9, dtype=torch.bool)
-    keep = selection.first_cut(utility, valid, nothing, torch.tensor([2**61, 3]), True)
+    keep = selection.first_cut(utility, valid, nothing, slots_in_order(utility), torch.tensor([2**61, 3]), True)
     assert keep[0, 0].all() and keep[0, 1].sum() == 3
 
 

@@ -1,0 +1,236 @@
+"""The handle of one patched model instance: what is written into it, its caches and its compiled steps."""
+
+import functools
+import inspect
+import threading
+import types
+import warnings
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from kvpatch import attention, generation, patches
+from kvpatch.budget import UNSET, Budget
+from kvpatch.cache import SlotCache
+from kvpatch.decoder import Decoder
+from kvpatch.policy import Policy
+from kvpatch.stats import Stats
+
+ATTRIBUTE = "_kvpatch"
+
+
+class Patch:
+    """A patched model's handle: what runs, what was held, and the way back (`unpatch(model)`).
+
+    Attributes:
+        model, policy, budget, backend: what was patched and how.
+        stats: `Stats` of the last generation and of the compilations so far.
+    """
+
+    def __init__(self, model, architecture, policy: Policy, budget: Budget, backend: str, compile: bool):
+        self.model, self.architecture, self.policy, self.budget = model, architecture, policy, budget
+        self.backend, self.backend_reason = attention.choose(backend)
+        self.uncompiled_because = architecture.uncompilable(model.config) if compile else "compile=False"
+        self.compile = self.uncompiled_because is None
+        self.parts = architecture.find_parts(model)
+        self.keyword = patches.cache_keyword(self.parts.attentions[0])
+        self.stats = Stats()
+        self.lock = threading.Lock()
+        self._cache: SlotCache | None = None
+        self._last: Callable[[], SlotCache | None] = lambda: None
+        self._decoders: dict[tuple, Decoder] = {}
+        self._written: list[tuple[nn.Module, str, object]] = []
+        self._warned: set[str] = set()
+
+    # ---- the model's own attributes ----------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Write the rewritten forwards and `generate` into the instances."""
+        for module in self.parts.attentions:
+            self._write(
+                module,
+                "forward",
+                patches.rewritten_forward(module.forward, self.architecture.project, self.keyword, _slots_of),
+            )
+        self._write(self.parts.base, "forward", _base_forward(self.parts.base.forward, self.keyword))
+        original = self.model.generate
+
+        def generate(model, *args, **kwargs):
+            return generation.generate(self, original, args, kwargs)
+
+        self._write(self.model, "generate", generate)
+        # What transformers may compile from now on is traced through the patched forward: `undo` drops it.
+        self._remember(self.model, "_compiled_call")
+
+    def _write(self, module: nn.Module, name: str, function) -> None:
+        function = _in_place_of(getattr(module, name), function)
+        self._remember(module, name)
+        module.__dict__[name] = types.MethodType(function, module)
+        if ATTRIBUTE not in module.__dict__:
+            # Also a part of the model must not be copied: its forward would still run the original's.
+            self._remember(module, ATTRIBUTE)
+            module.__dict__[ATTRIBUTE] = self
+
+    def _remember(self, module: nn.Module, name: str) -> None:
+        self._written.append((module, name, module.__dict__.get(name, UNSET)))
+
+    def undo(self) -> None:
+        """Put back exactly what stood in each module's `__dict__`."""
+        for module, name, previous in reversed(self._written):
+            if previous is UNSET:
+                module.__dict__.pop(name, None)
+            else:
+                module.__dict__[name] = previous
+        self._written.clear()
+        self.free()
+        self._decoders.clear()
+
+    # ---- caches ------------------------------------------------------------------------------------------------
+
+    def take_cache(self, given: SlotCache | None) -> SlotCache:
+        """The cache of the next generation, empty: the caller's, or the handle's own. It counts in `stats`."""
+        cache = given
+        if cache is None:
+            if self._cache is None:
+                self._cache = SlotCache(self.model.config, self.policy, self.budget, backend=self.backend)
+            cache = self._cache
+            cache.reset()
+        cache.stats = self.stats
+        self.stats.begin(cache.nbytes)
+        self._last = lambda: cache
+        return cache
+
+    def release_cache(self, cache: SlotCache) -> None:
+        """The caller owns this cache from now on, with a copy of its counters."""
+        cache.before_move()
+        cache.stats = self.stats.snapshot()
+        self._last = weakref.ref(cache)  # its memory is theirs to give back
+        if cache is self._cache:
+            self._cache = None
+
+    def decoder_for(self, cache: SlotCache) -> Decoder:
+        """The compiled steps for a cache's policy."""
+        key = tuple(cache.attends.values())  # the policy's, its scorer's and the back end's
+        if key not in self._decoders:
+            self._decoders[key] = Decoder(
+                self.parts,
+                cache.policy,
+                scoring_layers=len(cache.scoring_layers),
+                compile=self.compile,
+                stats=self.stats,
+            )
+        return self._decoders[key]
+
+    def check_parts(self) -> None:
+        """Meet modules that were replaced after patching, such as a resized head.
+
+        Raises:
+            RuntimeError: if an attention or the base model is another one than was patched.
+        """
+        parts = self.architecture.find_parts(self.model)
+        if parts == self.parts:
+            return
+        if parts.base is not self.parts.base or parts.attentions != self.parts.attentions:
+            raise RuntimeError("the model's layers were replaced after patching: unpatch(model) and patch it again")
+        self.parts = parts
+        self._decoders.clear()
+
+    def retained(self) -> torch.Tensor:
+        """Original positions held: [layers, B, G, slots] int64, -1 for an empty slot.
+
+        Raises:
+            RuntimeError: before the first generation and after `free()`.
+        """
+        cache = self._last()
+        if cache is None:
+            raise RuntimeError("nothing is held: call generate first")
+        return cache.retained()
+
+    def free(self) -> None:
+        """Give the cache's memory back; the next generation allocates anew."""
+        if self._cache is not None:
+            self._cache.free()
+        self._cache, self._last = None, lambda: None
+        self.stats.note_bytes(0)
+
+    def warn_once(self, message: str) -> None:
+        """Warn the first time that this message comes up."""
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, stacklevel=4)
+
+    def __deepcopy__(self, memo):
+        raise RuntimeError("a patched model can't be copied: unpatch(model), copy it, and patch both")
+
+    def __reduce_ex__(self, protocol):
+        raise RuntimeError(
+            "a patched model can't be pickled: unpatch(model) first; state_dict() and save_pretrained() work as they "
+            "are"
+        )
+
+    def __repr__(self) -> str:
+        return f"Patch({type(self.model).__name__}, {self.policy.name}, budget={self.budget}, backend={self.backend})"
+
+
+def _in_place_of(original, function):
+    """`function(self, ...)` under the name and signature of the bound `original`."""
+    functools.update_wrapper(function, original)
+    del function.__wrapped__
+    signature = inspect.signature(original)
+    itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    rest = [
+        one.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) if one.kind == one.POSITIONAL_ONLY else one
+        for one in signature.parameters.values()
+    ]
+    function.__signature__ = signature.replace(parameters=[itself, *rest])
+    return function
+
+
+def _slots_of(cache, layer: int):
+    return cache.layer_slots(layer) if isinstance(cache, SlotCache) else None
+
+
+def _base_forward(original, keyword: str):
+    """The base model's forward, telling a SlotCache what kind of forward begins."""
+    signature = inspect.signature(original)
+
+    def forward(self, *args, **kwargs):
+        cache = next((value for value in (*kwargs.values(), *args) if isinstance(value, SlotCache)), None)
+        if cache is None:
+            return original(*args, **kwargs)
+        inputs = signature.bind_partial(*args, **kwargs).arguments
+        tokens, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+        query = (tokens if tokens is not None else inputs["inputs_embeds"]).shape[1]
+        try:
+            # No history of steps in the buffers, and no buffers that only inference mode may write.
+            with torch.inference_mode(False), torch.no_grad():
+                if cache.stepper is not None and query == 1 and not cache.expect_prompt:
+                    cache.end_prompt()
+                    hidden = cache.stepper.step(cache, tokens[:, 0], logits=False)
+                    return BaseModelOutputWithPast(last_hidden_state=hidden, **{keyword: cache})
+                cache.begin_forward(query, mask)
+                turn = cache.turn_inputs(query, self.get_input_embeddings().weight.dtype)
+                if turn is not None:
+                    _refuse_fused(self.config)
+                    named = inputs.pop("kwargs", {}) | inputs
+                    named["attention_mask"], named["position_ids"] = turn
+                    args, kwargs = (), named
+                output = original(*args, **kwargs)
+                cache.end_forward(query)
+        except BaseException:
+            cache.reset()
+            raise
+        return output
+
+    return forward
+
+
+def _refuse_fused(config) -> None:
+    if config._attn_implementation not in ("sdpa", "eager"):
+        raise ValueError(
+            f"attn_implementation={config._attn_implementation!r}: a later turn over a SlotCache needs a mask; load "
+            'the model with attn_implementation="sdpa"'
+        )

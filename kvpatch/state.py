@@ -1,0 +1,106 @@
+"""The rows of one generation over their buffers: which slot is free, how many hold something, and views for each step.
+
+Pure tensor code; shapes as in `kvpatch.slots`.
+"""
+
+import torch
+from torch import Tensor
+
+from kvpatch import slots
+from kvpatch.selection import Rows, passed, per_row
+
+
+class State:
+    """Bookkeeping of a batch from the end of its prompt on.
+
+    Args:
+        buffers: hold `entries` tokens a row in their first slots.
+        rows: per-row limits; `rows.prompt` counts all tokens that the row has seen.
+        entries: [B] int64, tokens held; those of an earlier turn may be gone.
+        window: sliding window that every layer has, else None.
+
+    Attributes:
+        free, length: [Lc, B, Gc] int64.   newest: [B] int64.   active: [B] bool.   ledger: `slots.Ledger`.
+        views: per layer the tensors of `slots.LayerSlots` before the index; another list whenever a buffer changes.
+    """
+
+    def __init__(self, buffers: slots.Buffers, rows: Rows, entries: Tensor, window: int | None):
+        self.rows, self.entries, self.window = rows, entries, window
+        shape = buffers.shape
+        lead = (shape.ranked_layers, buffers.batch, shape.ranked_heads)
+        self.free = entries[None, :, None].expand(lead).clone()
+        self.length = self.free.clone()
+        self.newest = rows.prompt - 1
+        self.active = torch.ones(buffers.batch, dtype=torch.bool, device=entries.device)
+        self.bind(buffers)
+
+    def bind(self, buffers: slots.Buffers) -> None:
+        """Make the views of these buffers that steps use."""
+        shape, several = buffers.shape, buffers.batch > 1
+        target = buffers.pending if shape.uniform else buffers.utility
+        self._index = torch.arange(buffers.capacity, device=shape.device)
+        self.views = []
+        for layer in range(shape.layers):
+            own = layer if shape.ranked_layers > 1 else 0
+            slotted = (buffers.keys[layer], buffers.values[layer], target[:, own], buffers.positions[own])
+            for tensor, slots_at, rows_at in zip(slotted, (2, 2, 3, 2), (0, 0, 1, 0), strict=True):
+                slots.mark_dynamic(tensor, slots_at, rows_at if several else None)
+            self.views.append((*slotted, self.free[own], self.length[own], self.newest))
+            for tensor in self.views[-1][4:6]:
+                slots.mark_dynamic(tensor, None, 0 if several else None)
+        for tensor in (self.newest, self.active, *self.rows):
+            slots.mark_dynamic(tensor, None, 0 if several else None)
+        self.ledger = slots.Ledger(
+            buffers.utility,
+            buffers.pending,
+            buffers.positions,
+            self.free,
+            self.length,
+            self.newest,
+            self.active,
+            self.rows,
+            self._index[:0],
+            self.window,
+        )
+        for tensor, rows_at in zip(self.ledger[:5], (2, 2, 1, 1, 1), strict=True):
+            slots.mark_dynamic(tensor, None, rows_at if several else None)
+        for tensor in self.ledger[:3]:
+            slots.mark_dynamic(tensor, tensor.ndim - 1, None)
+
+    def unbind(self) -> None:
+        """Hold no view of the buffers, so that a layer's memory is free as soon as it has moved."""
+        self.views = []
+
+    def read(self, n: int) -> None:
+        """The next step reads the first n slots."""
+        if n != self.ledger.index.shape[0]:
+            index = self._index[:n]
+            slots.mark_dynamic(index, 0, None)
+            self.ledger = self.ledger._replace(index=index)
+
+    def held(self, n: int) -> Tensor:
+        """Which of the first n slots hold a token between steps: [Lc, B, Gc, n] bool."""
+        index = self._index[:n]
+        return (index < self.length[..., None]) & (index != self.free[..., None])
+
+    def may_stay(self, positions: Tensor) -> Tensor:
+        """Which of the slots that the first step has read may stay, [Lc, B, Gc, n] bool: own and not passed.
+
+        A row that ended before this step keeps what it had: the token fed for it is not one of its own.
+        """
+        index = self.ledger.index
+        own = self.active[None, :, None, None] | (index != per_row(self.entries))
+        valid = (index < self.length[..., None]) & own
+        return valid if self.window is None else valid & ~passed(positions, self.newest + 1, self.window)
+
+    def shorten(self, length: Tensor) -> None:
+        """The first `length` [Lc, B, Gc] slots hold tokens now, and the one behind is free."""
+        self.length.copy_(length)
+        self.free.copy_(length)
+
+    def reorder(self, order: Tensor) -> None:
+        """Row b becomes what row order[b] was; the buffers are the caller's to reorder."""
+        for tensor, dim in ((self.free, 1), (self.length, 1), (self.newest, 0), (self.active, 0), (self.entries, 0)):
+            tensor.copy_(tensor.index_select(dim, order))
+        for tensor in self.rows:
+            tensor.copy_(tensor.index_select(0, order))
