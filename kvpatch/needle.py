@@ -1,7 +1,7 @@
 """A long document with one hidden fact, and the question that asks for it.
 
-The text is prose that every Python installation carries: the language reference behind ``help()``. The fact
-is a seven-digit number, so a right answer cannot be a guess, and where it lies is drawn from the seed.
+The text is prose that every Python installation carries: the language reference behind ``help()``. The fact is a
+seven-digit number or a pair of words, so a right answer cannot be a guess, and where it lies is drawn from the seed.
 The wording is close to the single-needle task of RULER.
 """
 
@@ -29,13 +29,14 @@ NOUNS = (
 )  # fmt: skip
 
 INTRODUCTION = (
-    "A special magic number is hidden within the following text. Make sure to memorize it. "
-    "I will quiz you about the number afterwards.\n"
+    "A special magic {kind} is hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the {kind} afterwards.\n"
 )
-FACT = "The special magic number for {key} is: {answer}."
-QUESTION = "What is the special magic number for {key} mentioned in the text?"
+FACT = "The special magic {kind} for {key} is: {answer}."
+QUESTION = "What is the special magic {kind} for {key} mentioned in the text?"
 # Word for word the beginning of the fact: the model then copies on, also from the start of a long text.
-ANSWER_PREFIX = "The special magic number for {key} is:"
+ANSWER_PREFIX = "The special magic {kind} for {key} is:"
+KINDS = ("number", "word")
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,9 @@ class Needle:
     Attributes:
         prompt_ids: ``[length]`` int64, the whole prompt: document, question and the opening of the answer.
         question: what the prompt asks at its end.
-        answer: seven different digits; the model found the fact if the decoded continuation contains them.
+        answer: seven different digits, or two words joined by a hyphen; the model found the fact if the decoded
+            continuation contains it.
+        prefix: the opening of the answer, with which the prompt ends.
         key: the name that the fact and the question share.
         depth: share of the document's tokens that stand before the fact, 0 to 1.
     """
@@ -55,10 +58,15 @@ class Needle:
     answer: str
     key: str
     depth: float
+    prefix: str
 
 
 def document(
-    length_in_tokens: int, tokenizer: PreTrainedTokenizerBase, seed: int, depth: float | None = None
+    length_in_tokens: int,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    depth: float | None = None,
+    kind: str = "number",
 ) -> Needle:
     """A prompt of exactly ``length_in_tokens`` tokens with one fact hidden at a sentence's end.
 
@@ -72,11 +80,14 @@ def document(
         seed: chooses key, answer, depth and where the text starts.
         depth: share of the text before the fact, 0 to 1, moved to the nearest sentence end; None: drawn
             uniformly.
+        kind: what the fact is, "number" or "word".
 
     Raises:
-        ValueError: the depth is outside 0..1, the tokenizer has no chat template or the length leaves no room
-            for a document.
+        ValueError: the depth is outside 0..1, the kind is unknown, the tokenizer has no chat template or the length
+            leaves no room for a document.
     """
+    if kind not in KINDS:
+        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
     if depth is not None and not 0 <= depth <= 1:
         raise ValueError(f"depth must be between 0 and 1, got {depth}")
     rng = random.Random(seed)
@@ -85,10 +96,14 @@ def document(
     answer = "".join(rng.sample("123456789", 7))
     drawn, start = rng.random(), rng.random()
     depth = drawn if depth is None else depth
+    if kind == "word":
+        answer = f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
+        while answer == key:
+            answer = f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
 
-    question = QUESTION.format(key=key)
-    before, after = _chat_frame(tokenizer, question, ANSWER_PREFIX.format(key=key))
-    fact = _ids(tokenizer, " " + FACT.format(key=key, answer=answer))
+    question, prefix = QUESTION.format(key=key, kind=kind), ANSWER_PREFIX.format(key=key, kind=kind)
+    before, after = chat_frame(tokenizer, question, prefix, kind)
+    fact = _ids(tokenizer, " " + FACT.format(key=key, answer=answer, kind=kind))
     room = length_in_tokens - len(before) - len(fact) - len(after)
     if room < 32:
         least = length_in_tokens - room + 32
@@ -103,15 +118,27 @@ def document(
         ends.append(len(text))
     cut = min(ends, key=lambda end: abs(end - depth * room))
     ids = before + text[:cut] + fact + text[cut:room] + after
-    return Needle(torch.tensor(ids), question, answer, key, cut / room)
+    return Needle(torch.tensor(ids), question, answer, key, cut / room, prefix)
 
 
-def _chat_frame(tokenizer: PreTrainedTokenizerBase, question: str, answer_prefix: str) -> tuple[list[int], list[int]]:
+def prose(length: int, tokenizer: PreTrainedTokenizerBase, seed: int) -> torch.Tensor:
+    """[length] int64: consecutive sentences of the same prose; the seed draws where they begin."""
+    ids: list[int] = []
+    for sentence in _sentences_from(random.Random(seed).random()):
+        ids += _ids(tokenizer, " " + sentence)
+        if len(ids) >= length:
+            return torch.tensor(ids[:length])
+    raise AssertionError("the sentences have no end")
+
+
+def chat_frame(
+    tokenizer: PreTrainedTokenizerBase, question: str, answer_prefix: str, kind: str = "number"
+) -> tuple[list[int], list[int]]:
     """Token ids before and after the document in a chat of one user turn and an opened answer."""
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("the tokenizer has no chat template, so it can't put the question to the model")
     mark = "[document]"
-    content = f"{INTRODUCTION}{mark}\n{question}"
+    content = f"{INTRODUCTION.format(kind=kind)}{mark}\n{question}"
     chat = tokenizer.apply_chat_template(
         [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
     )

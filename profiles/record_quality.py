@@ -10,23 +10,20 @@ Needs scipy (pip install "kvpatch[eval]").
 2. quality_after.csv: the prompt asks for a summary instead. After `--after` greedy tokens of the policy's
    own, the question and the answer's opening are fed token by token, then the answer is scored. One
    generate call.
-3. quality_kl.csv: `--texts` prose texts; the policy is fed each text's own tokens behind a prompt, and
-   its logits are compared with those of one plain forward over the whole text.
+3. quality_fidelity.csv: `--texts` prose texts; the policy is fed each text's own tokens behind a prompt, and
+   its logits are compared with those of one plain forward over the whole text; lost mass is the share of
+   the full cache's attention that lies on what the policy no longer holds.
 
 A policy whose row with the same workload is in the file already is skipped, unless --again.
 """
 
-import contextlib
 import hashlib
-import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
-from _record import DTYPES, HERE, Clock, append_rows, budget_of, provenance, read_rows
+from _shared import DTYPES, HERE, budget_of
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -39,182 +36,15 @@ from rich.progress import (
 from rich.table import Table
 from scipy.stats import binomtest
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
 
 import kvpatch
 from kvpatch import demo, needle
+from kvpatch.bench.record import append_rows, provenance, read_rows
+from kvpatch.evaluation import fidelity, found, found_later
+from kvpatch.evaluation.forcing import decoding
+from kvpatch.evaluation.needles import asked_later
 
 PLAIN = "plain"
-TASK = "Do not answer any question yet. Summarize the text above in your own words, at length."
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A needle prompt of the second measure, and what is fed after the free continuation."""
-
-    prompt_ids: Tensor
-    then: list[int]
-    answer: str
-
-
-class Script(LogitsProcessor):
-    """Makes generate choose given tokens at given places of the continuation.
-
-    Args:
-        first: columns of the prompt.
-        start: place of the continuation at which the scripts begin.
-        rows: each row's script; behind it the row is free.
-        banned: a token that no row may choose before its script begins.
-    """
-
-    def __init__(self, first: int, start: int, rows: list[list[int]], banned: int | None = None):
-        self.first, self.start, self.rows, self.banned = first, start, rows, banned
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        place = input_ids.shape[1] - self.first - self.start
-        if place < 0 and self.banned is not None:
-            scores[:, self.banned] = -torch.inf
-        for row, ids in enumerate(self.rows):
-            if 0 <= place < len(ids):
-                scores[row] = -torch.inf
-                scores[row, ids[place]] = 0.0
-        return scores
-
-
-@contextlib.contextmanager
-def decoding(model, policy: str, budget: dict) -> Iterator[None]:
-    """The model under a policy; as it is for `plain`."""
-    if policy == PLAIN:
-        yield
-        return
-    with kvpatch.patched(model, policy, **budget):
-        yield
-
-
-@contextlib.contextmanager
-def endless(model) -> Iterator[None]:
-    """No token ends a row."""
-    config = model.generation_config
-    eos, config.eos_token_id = config.eos_token_id, None
-    try:
-        yield
-    finally:
-        config.eos_token_id = eos
-
-
-def generate(
-    model,
-    prompts: Tensor,
-    tokens: int,
-    tick: Callable[[int], None],
-    script: Script | None = None,
-    **more,
-):
-    """Greedy decoding of equally long prompts; `tick(n)` is told of every n tokens that are done."""
-    clock = Clock(lambda made: tick(1) if made else None)
-    output = model.generate(
-        prompts,
-        attention_mask=torch.ones_like(prompts),
-        max_new_tokens=tokens,
-        do_sample=False,
-        streamer=clock,
-        logits_processor=LogitsProcessorList([script] if script else []),
-        **more,
-    )
-    tick(tokens - (len(clock.times) - 1))  # a batch may end early
-    return output
-
-
-# ---- 1. needles --------------------------------------------------------------------------------------------
-
-
-def needle_hits(model, tokenizer, needles: list[needle.Needle], tokens: int, tick) -> list[bool]:
-    """Which of a batch's needles are found."""
-    prompts = torch.stack([one.prompt_ids for one in needles])
-    texts = tokenizer.batch_decode(generate(model, prompts, tokens, tick)[:, prompts.shape[1] :])
-    return [one.answer in text for one, text in zip(needles, texts, strict=True)]
-
-
-# ---- 2. needles after a long continuation ------------------------------------------------------------------
-
-
-def asked_later(length: int, tokenizer, seed: int) -> Asked:
-    """The document of `needle.document` without its question, in a prompt of exactly that many tokens."""
-    opened = needle.document(length, tokenizer, seed)
-    prefix = needle.ANSWER_PREFIX.format(key=opened.key)
-    before, after = needle._chat_frame(tokenizer, opened.question, prefix)
-    before_task, after_task = needle._chat_frame(tokenizer, TASK, "")
-    # Keys differ in their number of tokens: ask for as much more document as the other frame leaves room for.
-    longer = needle.document(length + len(after) - len(after_task), tokenizer, seed)
-    text = longer.prompt_ids[len(before) : len(longer.prompt_ids) - len(after)]
-    prompt = torch.cat([torch.tensor(before_task), text, torch.tensor(after_task)])
-    turn = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "[cut]"}, {"role": "assistant", "content": "[cut]"}]
-        + [{"role": "user", "content": opened.question}],
-        tokenize=False,
-        add_generation_prompt=True,
-    )
-    then = turn.rsplit("[cut]", 1)[1] + prefix  # closes the open answer, asks, and opens the next one
-    return Asked(prompt, tokenizer(then, add_special_tokens=False).input_ids, longer.answer)
-
-
-def later_hits(model, tokenizer, asked: list[Asked], free: int, tokens: int, tick) -> list[bool]:
-    """Which of a batch's needles are found after `free` tokens of free continuation."""
-    prompts = torch.stack([one.prompt_ids for one in asked])
-    scripts = [one.then for one in asked]
-    eos = tokenizer.eos_token_id
-    script = Script(prompts.shape[1], free, scripts, banned=eos)
-    with endless(model):
-        total = free + max(map(len, scripts)) + tokens
-        made = generate(model, prompts, total, tick, script)[:, prompts.shape[1] :]
-    hits = []
-    for one, row in zip(asked, made.tolist(), strict=True):
-        end = free + len(one.then)
-        if row[free:end] != one.then:
-            raise RuntimeError("the question was not fed as it should be")
-        scored = row[end : end + tokens]
-        scored = scored[: scored.index(eos)] if eos in scored else scored
-        hits.append(one.answer in tokenizer.decode(scored))
-    return hits
-
-
-# ---- 3. distance from the full cache -----------------------------------------------------------------------
-
-
-def prose(length: int, tokenizer, seed: int) -> Tensor:
-    """[length] int64: consecutive sentences of the needle module's prose; the seed draws where they begin."""
-    ids: list[int] = []
-    for sentence in needle._sentences_from(random.Random(seed).random()):
-        ids += tokenizer(" " + sentence, add_special_tokens=False).input_ids
-        if len(ids) >= length:
-            return torch.tensor(ids[:length])
-
-
-@torch.no_grad()
-def plain_logits(model, texts: Tensor, prompt: int) -> Tensor:
-    """[texts, forced, V]: the full cache's logits for every token behind the prompt."""
-    forced = texts.shape[1] - prompt
-    return torch.cat([model(text[None], logits_to_keep=forced + 1).logits[:, :-1].float() for text in texts])
-
-
-def distances(model, texts: Tensor, prompt: int, expected: Tensor, tick) -> tuple[Tensor, Tensor]:
-    """KL(full || policy) in nats and whether both put the same token first, [texts, forced] each.
-
-    The first two places are equal by construction: the policy evicts only after the first decode step.
-    """
-    forced = texts.shape[1] - prompt
-    script = Script(prompt, 0, texts[:, prompt:].tolist())
-    with endless(model):
-        more = {"return_dict_in_generate": True, "output_logits": True}
-        output = generate(model, texts[:, :prompt], forced, tick, script, **more)
-    if not torch.equal(output.sequences, texts):
-        raise RuntimeError("the text was not fed as it should be")
-    divergence, same = [], []
-    for place, logits in enumerate(output.logits):
-        full, got = expected[:, place].log_softmax(-1), logits.float().log_softmax(-1)
-        divergence.append((full.exp() * (full - got)).sum(-1))
-        same.append(full.argmax(-1) == got.argmax(-1))
-    return torch.stack(divergence, 1), torch.stack(same, 1)
 
 
 # ---- records -----------------------------------------------------------------------------------------------
@@ -287,36 +117,26 @@ def run_hits(
     for policy in missing:
         progress.update(task, description=f"{record.path.stem}: {policy}")
         hits: list[bool] = []
-        with decoding(model, policy, budget_for(policy)):
+        with decoding(model, None if policy == PLAIN else policy, budget_for(policy).get("budget")):
             for start in range(0, len(cases), size):
                 hits += hits_of(cases[start : start + size], lambda n: progress.advance(task, n))
         record.add(policy, count_hits(record, policy, hits))
 
 
-def run_distances(
-    record: Record,
-    policies: list[str],
-    model,
-    budget_for,
-    texts: Tensor,
-    prompt: int,
-    progress,
-):
-    """Measure the distance of each policy that is missing."""
+def run_fidelity(record: Record, policies: list[str], model, budget_for, texts: Tensor, prompt: int, progress):
+    """Measure the distance of each policy that is missing; each costs one more forward over the texts."""
     missing = record.missing(policies)
-    if not missing:
-        return
     task = progress.add_task(record.path.stem, total=len(missing) * (texts.shape[1] - prompt))
-    expected = plain_logits(model, texts, prompt)
     for policy in missing:
         progress.update(task, description=f"{record.path.stem}: {policy}")
-        with decoding(model, policy, budget_for(policy)):
-            divergence, same = distances(model, texts, prompt, expected, lambda n: progress.advance(task, n))
+        one = {policy: (policy, budget_for(policy).get("budget"))}
+        got = fidelity(model, texts, prompt, one, tick=lambda n: progress.advance(task, n))[policy]
         outcome = {
-            "tokens": divergence.numel(),
-            "kl_mean_nats": divergence.mean().item(),
-            "kl_p95_nats": divergence.flatten().quantile(0.95).item(),
-            "top1_agreement": same.float().mean().item(),
+            "tokens": got.divergence.numel(),
+            "kl_mean_nats": got.divergence.mean().item(),
+            "kl_p95_nats": got.divergence.flatten().quantile(0.95).item(),
+            "top1_agreement": got.same.float().mean().item(),
+            "lost_mass": got.lost_mass.mean().item(),
         }
         record.add(policy, outcome)
 
@@ -373,7 +193,7 @@ def main(
             total = new_tokens * -(-prompts // batch)
 
             def hits_of(some, tick):
-                return needle_hits(model, tokenizer, some, new_tokens, tick)
+                return found(model, tokenizer, some, new_tokens, tick)
 
             run_hits(record, chosen, model, budget_for, cases, batch, hits_of, progress, total)
             shown.append((record, ("n", "hits", "lost_hits", "wilson_low", "wilson_high")))
@@ -386,20 +206,18 @@ def main(
             total = sum(after + max(len(one.then) for one in some) + new_tokens for some in batches)
 
             def later_hits_of(some, tick):
-                return later_hits(model, tokenizer, some, after, new_tokens, tick)
+                return found_later(model, tokenizer, some, after, new_tokens, tick)
 
             run_hits(record, chosen, model, budget_for, later, batch, later_hits_of, progress, total)
             shown.append((record, ("n", "hits", "lost_hits", "wilson_low", "wilson_high")))
         if kl:
             seeds = range(text_seed, text_seed + texts)
-            whole = torch.stack([prose(prompt + forced, tokenizer, seed) for seed in seeds])
+            whole = torch.stack([needle.prose(prompt + forced, tokenizer, seed) for seed in seeds])
             shape = {"texts": texts, "forced": forced, "text_seed": text_seed}
             inputs = fingerprint(list(whole))
-            record = Record(out / "quality_kl.csv", {**common, **shape, "inputs": inputs}, again)
-            run_distances(
-                record, [name for name in chosen if name != PLAIN], model, budget_for, whole, prompt, progress
-            )
-            shown.append((record, ("tokens", "kl_mean_nats", "kl_p95_nats", "top1_agreement")))
+            record = Record(out / "quality_fidelity.csv", {**common, **shape, "inputs": inputs}, again)
+            run_fidelity(record, [name for name in chosen if name != PLAIN], model, budget_for, whole, prompt, progress)
+            shown.append((record, ("tokens", "kl_mean_nats", "kl_p95_nats", "top1_agreement", "lost_mass")))
     for record, columns in shown:
         show(console, record, chosen, columns)
 

@@ -136,13 +136,14 @@ def test_the_same_seed_gives_the_same_document_and_another_seed_another(tokenize
     assert first.answer != other.answer
 
 
-def test_the_fact_stands_once_and_the_prompt_ends_with_the_opened_answer(tokenizer):
-    made = needle.document(512, tokenizer, seed=3)
+@pytest.mark.parametrize("kind", needle.KINDS)
+def test_the_fact_stands_once_and_the_prompt_ends_with_the_opened_answer(tokenizer, kind):
+    made = needle.document(512, tokenizer, seed=3, kind=kind)
     text = tokenizer.decode(made.prompt_ids)
     assert text.count(made.answer) == 1
-    assert needle.FACT.format(key=made.key, answer=made.answer) in text
+    assert needle.FACT.format(key=made.key, answer=made.answer, kind=kind) in text
     assert made.question in text
-    assert text.endswith(needle.ANSWER_PREFIX.format(key=made.key))
+    assert text.endswith(made.prefix)
 
 
 def test_depth_places_the_fact(tokenizer):
@@ -159,6 +160,12 @@ def test_impossible_documents_raise_and_say_what_would_work(tokenizer):
         needle.document(40, tokenizer, seed=0)
     with pytest.raises(ValueError, match="between 0 and 1, got 1.5"):
         needle.document(512, tokenizer, seed=0, depth=1.5)
+
+
+def test_the_prose_has_the_asked_length_and_another_seed_begins_elsewhere(tokenizer):
+    first, other = (needle.prose(300, tokenizer, seed) for seed in (0, 1))
+    assert first.shape == other.shape == (300,) and not torch.equal(first, other)
+    assert torch.equal(first[:100], needle.prose(100, tokenizer, 0))
 
 
 def test_the_model_finds_the_needle(loaded):
