@@ -18,13 +18,14 @@ from typing import Annotated
 
 import torch
 import typer
-from _record import DTYPES, HERE, append_rows, budget_of, needle_prompts, provenance
+from _shared import DTYPES, HERE, budget_of, needle_prompts, workload
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 import kvpatch
 from kvpatch import demo
+from kvpatch.bench.record import append_rows, provenance
 
 
 def first_calls(policy: str, prompt: int, new_tokens: int, budget: float, dtype: str, seed: int) -> dict:
@@ -94,19 +95,12 @@ def main(
     }  # fmt: skip
     arguments = [str(part) for option in options.items() for part in option]
     demo.path()  # built here, not in the first child
-    workload = {
-        "dtype": dtype,
-        "batch": 1,
-        "prompt": prompt,
-        "variant": policy,
-        "budget": None if policy == "full" else budget,
-        "new_tokens": new_tokens,
-    }
+    common = workload(dtype, prompt, policy, budget, new_tokens)
     columns = ("repetition", "compile s", "graphs", "first call s", "second call s")
     table = Table(*columns, title="Empty compile cache")
     for repetition in track(range(1, repetitions + 1), "fresh processes", console=console):
         found = in_fresh_process(arguments)
-        append_rows(out, [{**provenance(), **workload, "repetition": repetition, **found}])
+        append_rows(out, [{**provenance(), **common, "repetition": repetition, **found}])
         table.add_row(
             str(repetition),
             f"{found['compile_seconds']:.1f}",

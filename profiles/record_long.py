@@ -13,12 +13,13 @@ from typing import Annotated
 import psutil
 import torch
 import typer
-from _record import DTYPES, HERE, Clock, CompileWatch, append_rows, budget_of, needle_prompts, provenance
+from _shared import DTYPES, HERE, budget_of, needle_prompts, workload
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import kvpatch
 from kvpatch import demo
+from kvpatch.bench.record import Clock, CompileWatch, append_rows, provenance
 
 POSITIONS = demo.POSITIONS
 
@@ -93,12 +94,7 @@ def main(
     early_ms, late_ms = window_ms(seconds, warm, warm + window), window_ms(seconds, late, late + window)
     row = {
         **provenance(),
-        "dtype": dtype,
-        "batch": 1,
-        "prompt": prompt,
-        "variant": policy,
-        "budget": None if policy == "full" else budget,
-        "new_tokens": new_tokens,
+        **workload(dtype, prompt, policy, budget, new_tokens),
         "early_steps": f"{warm}-{warm + window}",
         "early_p50_ms": early_ms,
         "late_steps": f"{late}-{late + window}",

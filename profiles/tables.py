@@ -7,6 +7,7 @@ A table stands between `<!-- table: NAME -->` and `<!-- end -->`. Of several rec
 """
 
 import csv
+import inspect
 import re
 from pathlib import Path
 from typing import Annotated
@@ -38,33 +39,36 @@ def markdown(head: list[str], rows: list[list[str]]) -> str:
     return "".join(f"| {' | '.join(cells)} |\n" for cells in (head, align, *rows))
 
 
-def decode() -> str:
+def bench() -> str:
     """Speed of decode steps."""
-    head = [
-        "batch, precision, way",
-        "ms a step",
-        "tok/s",
-        "over static",
-        "over dynamic",
-        "GB/s",
-        "read share",
-        "peak MiB",
-    ]
+    head = ["batch, precision, way", "ms a step", "tok/s", "over static", "over dynamic", "GB/s", "read share", "peak MiB"]
     rows = [
         [
-            f"{row['batch']}, {row['dtype']}, {row['variant']}"
-            + (" (refused: spread)" if row["refused"] == "True" else ""),
+            f"{row['batch']}, {row['dtype']}, {row['variant']}" + (" (refused)" if row["refused"] else ""),
             f"{float(row['p50_ms']):.1f}",
-            f"{float(row['tok_per_s']):.1f}",
+            f"{float(row['decode_tok_per_s']):.1f}",
             ratio(row["paired_over_static"]),
             ratio(row["paired_over_dynamic"]),
             f"{float(row['gb_per_s']):.1f}",
             f"{float(row['share_of_stream']):.2f}",
             f"{float(row['peak_cache_bytes']) / 2**20:.0f}",
         ]
-        for row in records("decode", ("batch", "dtype", "variant", "prompt", "budget"))
+        for row in records("bench", ("batch", "dtype", "variant", "prompt", "budget"))
     ]
     return markdown(head, rows)
+
+
+def api() -> str:
+    """Public names with the first line of their docstrings."""
+    import kvpatch
+    from kvpatch import evaluation
+
+    rows = []
+    for module in (kvpatch, evaluation):
+        prefix = "" if module is kvpatch else "evaluation."
+        for name in sorted(module.__all__, key=str.lower):
+            rows.append([f"`{prefix}{name}`", inspect.getdoc(getattr(module, name)).split("\n")[0]])
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (["name", "what it is"], ["---", "---"], *rows))
 
 
 def ratio(text: str) -> str:
@@ -125,14 +129,16 @@ def kl() -> str:
             f"{float(row['kl_mean_nats']):.3f}",
             f"{float(row['kl_p95_nats']):.3f}",
             f"{float(row['top1_agreement']):.1%}",
+            f"{float(row['lost_mass']):.1%}",
         ]
-        for row in records("quality_kl", ("policy", "prompt", "forced"))
+        for row in records("quality_fidelity", ("policy", "prompt", "forced"))
     ]
-    return markdown(["policy", "mean KL, nats", "95th percentile", "same first token"], rows)
+    return markdown(["policy", "mean KL, nats", "95th percentile", "same first token", "lost attention"], rows)
 
 
 TABLES = {
-    "decode": decode,
+    "bench": bench,
+    "api": api,
     "cold": cold,
     "long": long,
     "needle": lambda: hits("quality_needle"),

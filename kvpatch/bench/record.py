@@ -1,4 +1,4 @@
-"""What the measuring scripts here share: where a row came from, the CSV files, clocks and prompts."""
+"""What every record shares: where a row came from, the CSV files, and clocks."""
 
 import csv
 import os
@@ -16,8 +16,7 @@ from torch._dynamo.utils import counters
 
 import kvpatch
 
-HERE = Path(__file__).resolve().parent
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def provenance() -> dict[str, str | int]:
@@ -44,13 +43,13 @@ def cpu_name() -> str:
 
 
 def commit() -> str:
-    """Short id of the commit, with a + if kvpatch or the patches differ from it; empty without git."""
+    """Short id of the commit, with a + if kvpatch or the patches differ from it; empty outside a checkout."""
 
     def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", *arguments], cwd=HERE.parent, capture_output=True, text=True, check=True
-        ).stdout.strip()
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
+    if not (ROOT / "pyproject.toml").is_file():  # installed somewhere, perhaps inside another project's checkout
+        return ""
     try:
         changed = git("status", "--porcelain", "--", "kvpatch", "patches")
         return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
@@ -106,6 +105,10 @@ class Clock:
     def end(self) -> None:
         """Called by generate at the end."""
 
+    def first_token_seconds(self, started: float) -> float:
+        """From `started` until the first token came."""
+        return self.times[1] - started
+
     def step_seconds(self) -> list[float]:
         """Seconds of each decode step. The first token comes from the prompt's own logits, without a step."""
         return [after - before for before, after in zip(self.times[1:], self.times[2:], strict=False)]
@@ -136,15 +139,3 @@ class CompileWatch:
     def __exit__(self, *_) -> None:
         callback_handler.remove_start_callback(self._start)
         callback_handler.remove_end_callback(self._end)
-
-
-def budget_of(policy: str, share: float, min_budget: int = 64) -> dict:
-    """The budget argument of `kvpatch.patch`; "full" takes none."""
-    return {} if policy == "full" else {"budget": kvpatch.Budget(share, min_budget=min_budget)}
-
-
-def needle_prompts(length: int, rows: int, tokenizer, seed: int) -> torch.Tensor:
-    """[rows, length] int64: one hidden fact a row, seeds `seed`, `seed + 1`, ..."""
-    from kvpatch.needle import document
-
-    return torch.stack([document(length, tokenizer, seed + row).prompt_ids for row in range(rows)])

@@ -1,0 +1,1 @@
+"""Measuring speed: every figure that kvpatch states comes from `kvpatch bench`."""

@@ -1,0 +1,162 @@
+"""Ways to decode that are measured side by side, and what one call of each takes.
+
+dynamic  model.generate as it is: a DynamicCache, eager.
+static   generate(cache_implementation="static"), the forward compiled by transformers itself.
+full     kvpatch without eviction; any other name: that policy of kvpatch at its budget.
+"""
+
+import copy
+import statistics
+import time
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import CompileConfig, StoppingCriteria, StoppingCriteriaList
+
+import kvpatch
+from kvpatch.bench.disturbance import Others, Peak, synchronize
+from kvpatch.bench.record import Clock, CompileWatch
+
+PLAIN = ("dynamic", "static")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What every variant does.
+
+    prompt: tokens of each row.   steps: new tokens of a call.   slow_steps: those of a variant that takes more than
+    slow_over seconds a step.   skip: first steps of a call that are left out.   warmup: new tokens of the first call.
+    compile: whether kvpatch compiles.
+    """
+
+    prompt: int
+    steps: int
+    slow_steps: int
+    slow_over: float
+    skip: int
+    warmup: int
+    compile: bool = True
+
+
+@dataclass
+class Call:
+    """Seconds of one generate call: until the first token, of each step after it, and in all."""
+
+    first: float
+    steps: list[float]
+    whole: float
+
+
+@dataclass
+class Variant:
+    """One way to decode, and what was measured of it so far."""
+
+    name: str
+    budget: kvpatch.Budget | None
+    model: torch.nn.Module
+    handle: kvpatch.Patch | None
+    tokens: int = 0
+    calls: list[Call] = field(default_factory=list)
+    warm: Call | None = None
+    compiles: int = 0
+    compile_seconds: float = 0.0
+    timed_compiles: int = 0
+    others: Others = field(default_factory=Others)
+    peak_bytes: int | None = None
+
+    @classmethod
+    def over(cls, base, name: str, budget: kvpatch.Budget | None, compile: bool = True) -> "Variant":
+        """A model object of its own that shares the base's parameters, patched if the variant is a policy."""
+        model = copy.deepcopy(base, {id(parameter): parameter for parameter in base.parameters()})
+        if name in PLAIN:
+            return cls(name, None, model, None)
+        more = {} if budget is None else {"budget": budget}
+        return cls(name, budget, model, kvpatch.patch(model, name, compile=compile, **more))
+
+    def steps(self, skip: int) -> list[list[float]]:
+        """Seconds of the measured steps, round by round."""
+        return [call.steps[skip:] for call in self.calls]
+
+    def warm_up(self, prompts: Tensor, work: Workload) -> None:
+        """Compile, and see whether the variant is slow enough to be measured over fewer steps."""
+        with CompileWatch() as watch:
+            self.warm = self.call(prompts, work, min(work.warmup, work.steps))
+        self.compiles, self.compile_seconds = watch.graphs, watch.seconds
+        slow = statistics.median(self.warm.steps[len(self.warm.steps) // 2 :]) > work.slow_over
+        self.tokens = min(work.slow_steps, work.steps) if slow else work.steps
+        if not watch.graphs and (self.name == "static" or (self.handle is not None and self.handle.compile)):
+            raise RuntimeError(f"{self.name} was not compiled")
+        if self.name == "static" and "_compiled_call" not in vars(self.model):
+            raise RuntimeError("transformers did not make a compiled call for the static cache")
+
+    def measure(self, prompts: Tensor, work: Workload) -> None:
+        """One round."""
+        with CompileWatch() as watch, self.others, Peak(prompts.device) as peak:
+            call = self.call(prompts, work, self.tokens)
+        self.timed_compiles += watch.graphs
+        self.peak_bytes = max(self.peak_bytes or 0, peak.bytes) if peak.bytes else self.peak_bytes
+        self.calls.append(call)
+
+    def call(self, prompts: Tensor, work: Workload, tokens: int) -> Call:
+        """Generate that many tokens."""
+        more = {}
+        if self.name == "static":
+            # transformers compiles around a static cache, but on a CPU only where this private switch is set.
+            config = CompileConfig(mode="default", fullgraph=False)
+            config._compile_all_devices = True
+            more = {"cache_implementation": "static", "compile_config": config}
+        clock = Clock()
+        synchronize(prompts.device)
+        started = time.perf_counter()
+        output = self.model.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            max_new_tokens=work.steps,
+            do_sample=False,
+            streamer=clock,
+            stopping_criteria=StoppingCriteriaList([StopAfter(work.prompt + tokens)]),
+            **more,
+        )
+        synchronize(prompts.device)
+        whole = time.perf_counter() - started
+        made = output.shape[1] - work.prompt
+        if made != tokens:
+            raise RuntimeError(f"{self.name} made {made} tokens instead of {tokens}")
+        return Call(clock.first_token_seconds(started), clock.step_seconds(), whole)
+
+    def held(self, work: Workload) -> float:
+        """Tokens a row that a measured step attends to, on average; only these have to be read."""
+        mean_seen = work.prompt + (work.skip + 1 + self.tokens - 1) / 2
+        return mean_seen if self.handle is None else min(mean_seen, self.handle.stats.held)
+
+    def cache_peak(self, batch: int, work: Workload) -> int:
+        """Largest sum of cache buffers in bytes; of transformers' caches by their shape."""
+        if self.handle is not None:
+            return self.handle.stats.peak_cache_bytes
+        tokens = work.prompt + (work.steps if self.name == "static" else self.tokens) - 1
+        return batch * tokens * token_bytes(self.model)
+
+
+class StopAfter(StoppingCriteria):
+    """End a call after some tokens, whatever max_new_tokens says: every call has the same shapes."""
+
+    def __init__(self, columns: int):
+        self.columns = columns
+
+    def __call__(self, input_ids, scores, **_):
+        return torch.full((input_ids.shape[0],), input_ids.shape[1] >= self.columns, dtype=torch.bool)
+
+
+def parameter_bytes(model) -> int:
+    """Bytes of weights that a step reads: all, but of an untied embedding only a few rows (left out)."""
+    read = sum(parameter.nbytes for parameter in model.parameters())  # a tied tensor comes once
+    embedding = model.get_input_embeddings().weight
+    return read if embedding is model.get_output_embeddings().weight else read - embedding.nbytes
+
+
+def token_bytes(model) -> int:
+    """Bytes of one token's keys and values over all layers."""
+    config = model.config
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return config.num_hidden_layers * 2 * config.num_key_value_heads * width * model.dtype.itemsize

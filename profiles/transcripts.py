@@ -1,0 +1,60 @@
+"""Run the commands that the README shows, and write what they print between its marks.
+
+    python profiles/transcripts.py            # all of them
+    python profiles/transcripts.py list       # one
+
+A transcript stands between `<!-- transcript: NAME -->` and `<!-- end -->`.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+README = Path(__file__).parent.parent / "README.md"
+COMMANDS = {
+    "generate": 'kvpatch generate --prompt "Name three rivers of Europe." --budget 24 --max-new-tokens 48',
+    "chat": "printf 'Name a river.\\nIn which country is it?\\n/stats\\n' | kvpatch chat --budget 256 --max-new-tokens 32",
+    "list": "kvpatch list",
+    "explain": "kvpatch explain --policy inertia-lazy --budget 512",
+    "doctor": "kvpatch doctor",
+    "bench": "kvpatch bench --batches 1 --prompt-lengths 512 --new-tokens 32 --policies inertia-lazy",
+}
+
+
+def said(command: str) -> str:
+    """What a command prints, both streams together, as on a terminal of 110 columns without colours."""
+    folder = str(Path(sys.executable).parent)
+    environment = os.environ | {"COLUMNS": "110", "NO_COLOR": "1", "TERM": "dumb"}
+    environment["PATH"] = folder + os.pathsep + environment["PATH"]
+    done = subprocess.run(
+        ["bash", "-c", command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    )
+    if done.returncode:
+        raise RuntimeError(f"{command} ended with {done.returncode}:\n{done.stdout}")
+    lines = [line.rstrip() for line in done.stdout.splitlines()]
+    return "\n".join(lines).strip("\n")
+
+
+def written(text: str, name: str, transcript: str) -> str:
+    """The text with one transcript made anew."""
+    block = f"<!-- transcript: {name} -->\n\n```console\n$ {COMMANDS[name]}\n{transcript}\n```\n\n<!-- end -->"
+    found = re.compile(rf"<!-- transcript: {name} -->.*?<!-- end -->", re.DOTALL)
+    if not found.search(text):
+        raise ValueError(f"{README} has no mark for {name}")
+    return found.sub(lambda _: block, text)
+
+
+def main(names: Annotated[list[str] | None, typer.Argument(help="All if left out.")] = None) -> None:
+    """Write the README's transcripts."""
+    for name in names or COMMANDS:
+        README.write_text(written(README.read_text(), name, said(COMMANDS[name])))
+        typer.echo(f"{name} written")
+
+
+if __name__ == "__main__":
+    typer.run(main)
