@@ -1,12 +1,26 @@
 """kvpatch: decode with a KV cache of fixed size, compiled, on an unmodified transformers model."""
 
-from kvpatch.budget import Budget
-from kvpatch.cache import SlotCache
-from kvpatch.errors import BackendError, KVPatchError, UnsupportedModelError, VerificationError
-from kvpatch.patching import Patch, explain, patch, patched, unpatch
-from kvpatch.policy import Policy, list_policies
-from kvpatch.scoring import Scene, list_scorers, register_scorer
+import importlib
+from typing import TYPE_CHECKING
 
+if TYPE_CHECKING:
+    from kvpatch.budget import Budget
+    from kvpatch.cache import SlotCache
+    from kvpatch.errors import BackendError, KVPatchError, UnsupportedModelError, VerificationError
+    from kvpatch.patching import Patch, explain, patch, patched, unpatch
+    from kvpatch.policy import Policy, list_policies
+    from kvpatch.scoring import Scene, list_scorers, register_scorer
+
+__version__ = "0.1.0"
+_HOMES = {
+    "kvpatch.budget": ("Budget",),
+    "kvpatch.cache": ("SlotCache",),
+    "kvpatch.errors": ("BackendError", "KVPatchError", "UnsupportedModelError", "VerificationError"),
+    "kvpatch.patching": ("Patch", "explain", "patch", "patched", "unpatch"),
+    "kvpatch.policy": ("Policy", "list_policies"),
+    "kvpatch.scoring": ("Scene", "list_scorers", "register_scorer"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "BackendError",
     "Budget",
@@ -25,4 +39,15 @@ __all__ = [
     "register_scorer",
     "unpatch",
 ]
-__version__ = "0.1.0"
+
+
+def __getattr__(name: str):
+    # torch and transformers are imported with the first name that needs them: `kvpatch --help` needs none.
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_HOME_OF[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -37,6 +37,25 @@ class Budget:
         """The budget itself, or one made from a plain value."""
         return value if isinstance(value, cls) else cls(value)
 
+    @classmethod
+    def parse(cls, text: str) -> "Budget":
+        """The budget that a person writes: "1024" (tokens), "10%" or "0.1" (share of the prompt), "full".
+
+        Raises:
+            ValueError: naming the text and what is allowed.
+        """
+        word = text.strip().lower()
+        try:
+            if word == "full":
+                return cls("full")
+            if word.endswith("%"):
+                return cls(float(word[:-1]) / 100)
+            return cls(float(word) if "." in word or "e" in word else int(word))
+        except ValueError:
+            raise ValueError(
+                f'budget must be tokens ("1024"), a share of the prompt ("10%") or "full", got {text!r}'
+            ) from None
+
     @property
     def evicts(self) -> bool:
         """Whether anything can ever be evicted under this budget."""

@@ -21,6 +21,11 @@ def choose(backend: str) -> tuple[str, str]:
     raise ValueError(f"backend must be one of auto, {', '.join([*_RUNNABLE, *_REASONS])}, got {backend!r}")
 
 
+def available() -> dict[str, str]:
+    """Every back end's name, and why it can't run here; an empty text if it can."""
+    return {**dict.fromkeys(_RUNNABLE, ""), **_REASONS}
+
+
 def decode_function(backend: str):
     """The function of a runnable back end: (q, keys, values, valid, scale) -> (output, weights)."""
     return _RUNNABLE[backend]

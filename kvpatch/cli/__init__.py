@@ -1,0 +1,40 @@
+"""The `kvpatch` command. Modules here import torch and transformers inside their commands, so that --help is quick."""
+
+import signal
+import sys
+
+import typer
+
+from kvpatch.cli import bench, chat, demo, generate, inspect
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_show_locals=False,
+    help="Decode with a KV cache of fixed size, compiled, on an unmodified transformers model.",
+)
+app.command()(demo.demo)
+app.command()(generate.generate)
+app.command()(chat.chat)
+app.command("list")(inspect.list_all)
+app.command()(inspect.explain)
+app.command()(inspect.doctor)
+app.command()(bench.bench)
+
+
+def main() -> None:
+    """Entry point of the `kvpatch` command: exit code 0, 1 for a failure, 2 for bad usage, 130 for Ctrl-C."""
+    interrupted = []
+
+    def note(signum, frame):
+        interrupted.append(signum)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        app()
+    except BaseException:
+        # Libraries make other errors of an interrupt, for instance while they are imported.
+        if interrupted:
+            sys.exit(130)
+        raise

