@@ -43,6 +43,7 @@ class SlotCache(Cache):
         self.stats = Stats()
         self.scoring_layers = self.policy.scoring_layers(len(self.layers))
         self.windows = windows_of(text)
+        self.window = self.windows[0] if len(set(self.windows)) == 1 else None  # that of every layer
         scorer = scoring.scorer(self.policy.scorer)
         self.attends = {
             (scores, window): slots.make_attend(self.policy, scorer, decode, scores, window)
@@ -65,7 +66,9 @@ class SlotCache(Cache):
         self.before: list[int] = []  # when its current prompt began: empty for the first one
         self.prompt: list[int] = []  # tokens of each row when its prompt ends, without pads
         self.entries: list[int] = []  # tokens held then
-        self.limits: list[int | None] = []  # budget per row in tokens
+        self.budgets: list[int | None] = []  # budget per row in tokens
+        self.limits: list[int | None] = []  # most tokens held per row: the budget, or what a window leaves
+        self.fed: Tensor | None = None  # tokens consumed [B, columns], where they are known
         self.planned = 0  # slots that this generation needs, 0 while unknown
         self.expect_prompt = False  # a block of one token is still prompt
         self.mask: Tensor | None = None
@@ -87,10 +90,12 @@ class SlotCache(Cache):
         nothing = [0] * len(lengths)
         self.prompt = [sum(pair) for pair in zip(self.seen or nothing, lengths, strict=True)]
         self.entries = [sum(pair) for pair in zip(self.before or nothing, lengths, strict=True)]
-        self.limits = [self.budget.tokens(length) if self.policy.evicts else None for length in self.prompt]
-        for limit in self.limits:
-            if limit is not None:
-                self.policy.protected(limit)
+        self.budgets = [self.budget.tokens(length) if self.policy.evicts else None for length in self.prompt]
+        for budget in self.budgets:
+            if budget is not None:
+                self.policy.protected(budget)
+        # Of a window that every layer has, its last position is not met again when the step is done.
+        self.limits = [at_most(self.window - 1, budget) if self.window else budget for budget in self.budgets]
         if new_tokens is not None:
             ahead = min(new_tokens, HEADROOM)
             rows = zip(self.entries, self.limits, strict=True)
@@ -99,6 +104,7 @@ class SlotCache(Cache):
     def begin_forward(self, query: int, mask: Tensor | None) -> None:
         """Decide what a forward over `query` tokens is: a block of a prompt, or a decode step."""
         if self.phase == "decode" and (query > 1 or self.expect_prompt):
+            self.check_turn(self.columns + query, mask)
             self.reopen()
         if self.phase == "empty":
             self.phase = "prefill"
@@ -107,11 +113,6 @@ class SlotCache(Cache):
         if self.phase == "prefill":
             if mask is not None and mask.ndim != 2:
                 raise ValueError(f"attention_mask must be [batch, length] with a SlotCache, got {list(mask.shape)}")
-            if self.before and self.columns + query > min(filter(None, self.windows), default=self.columns + query):
-                raise ValueError(
-                    f"a conversation of {self.columns + query} tokens is longer than this model's sliding window: "
-                    "reset() the cache and read it whole"
-                )
             self.mask = mask
         else:
             self.begin_step()
@@ -141,6 +142,13 @@ class SlotCache(Cache):
         keys[:, :, self.stored : end] = k
         values[:, :, self.stored : end] = v
         return keys[:, :, :end], values[:, :, :end]
+
+    def note_fed(self, tokens: Tensor | None) -> None:
+        """Tokens [B, q] were fed, or None where only their embeddings are known."""
+        if tokens is None or (self.fed is None and self.columns > tokens.shape[1]):
+            self.fed = None
+        else:
+            self.fed = tokens if self.fed is None else torch.cat((self.fed, tokens), -1)
 
     def expect(self, columns: int) -> None:
         """A prompt will come to that many columns, pads included, in blocks of any length."""
@@ -194,10 +202,9 @@ class SlotCache(Cache):
         moving.enter(self.current, before, prompt - entries, self.policy.new_token == "mean")
         far = torch.iinfo(torch.int64).max // 4
         limits = [far if limit is None else min(limit, far) for limit in self.limits]
-        protected = [(0, 0, 0) if limit is None else self.policy.protected(limit) for limit in self.limits]
+        protected = [(0, 0, 0) if budget is None else self.policy.protected(budget) for budget in self.budgets]
         rows = (torch.tensor(column, device=device) for column in (limits, *zip(*protected, strict=True)))
-        window = self.windows[0] if len(set(self.windows)) == 1 else None
-        self.state = State(self.current, selection.Rows(*rows, prompt), entries, window)
+        self.state = State(self.current, selection.Rows(*rows, prompt), entries, self.window)
         self.phase = "decode"
         self.stats.note_rows(self.prompt, self.entries, self.limits)
 
@@ -213,17 +220,39 @@ class SlotCache(Cache):
 
     # ---- a later turn ------------------------------------------------------------------------------------------
 
-    def reopen(self) -> None:
-        """A later turn's prompt comes: bring what is held to the first slots; the prompt is stored behind it.
+    def check_turn(self, columns: int, mask: Tensor | None) -> None:
+        """Whether a conversation of that many columns can go on from here; nothing is changed.
+
+        Args:
+            mask: [B, columns] of the whole conversation, or None.
 
         Raises:
-            ValueError: if rows of this batch ended at different steps.
+            ValueError: if rows of this batch ended at different steps, the mask disagrees with what was read before or
+                is padded on the right, or the conversation is longer than a sliding window.
         """
         if not bool(self.state.active.all()):
             raise ValueError(
                 "the rows of this SlotCache ended at different steps, so no later turn can follow; hold each "
                 "conversation in a cache of its own"
             )
+        shortest = min(filter(None, self.windows), default=columns)
+        if columns > shortest:
+            raise ValueError(
+                f"a conversation of {columns} tokens is longer than this model's sliding window of {shortest}: a later "
+                "turn can't go on from a SlotCache there; reset() it and read the conversation whole"
+            )
+        read = [length + self.step for length in self.prompt]
+        marked = [self.columns] * len(read) if mask is None else mask[:, : self.columns].sum(-1).tolist()
+        if marked != read:
+            raise ValueError(
+                f"attention_mask marks {marked} tokens a row in the {self.columns} columns that the SlotCache has "
+                f"read, but {read} were read: pass the mask of the whole conversation, with the pads of its first turn"
+            )
+        if mask is not None:
+            row_lengths(mask[:, self.columns :], holes=True)
+
+    def reopen(self) -> None:
+        """A later turn's prompt comes: bring what is held to the first slots; the prompt is stored behind it."""
         self._let_go()
         source = self.current
         held = self.state.held(int(self.state.length.max()))
@@ -236,7 +265,7 @@ class SlotCache(Cache):
         order = moving.by_position(held, source.positions[..., : held.shape[-1]])[..., :most]
         moving.cut(source, target, order, lambda: self._note_bytes(target))
         self.current, self.state, self.phase, self.step, self.stored = target, None, "prefill", 0, most
-        self.prompt, self.entries, self.planned = [], [], 0
+        self.prompt, self.entries, self.budgets, self.limits, self.planned = [], [], [], [], 0
 
     def turn_inputs(self, query: int, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         """What a block of a later turn's prompt attends to, as a mask added to the logits, and its positions.
@@ -332,7 +361,8 @@ class SlotCache(Cache):
         most = max(limits) + 1 if limits and len(limits) == len(self.limits) else 2 * old.capacity
         new = self._allocate(old.batch, max(needed, min(2 * old.capacity, most)))
         moving.move(old, new, lambda: self._note_bytes(new))
-        self._kept = new if self._kept is old or self.phase == "decode" else self._kept
+        if self.phase == "decode":
+            self._kept = new  # while a prompt is read, larger buffers are cut from, and the kept ones cut into
         self.current = new
         if self.phase == "decode":
             self.state.bind(new)
@@ -365,8 +395,10 @@ class SlotCache(Cache):
             tensor.copy_(tensor.index_select(dim, beam_idx))
         if self.state is not None:
             self.state.reorder(beam_idx)
-        self.mask = None if self.mask is None else self.mask.index_select(0, beam_idx)
-        for name in ("seen", "before", "prompt", "entries", "limits"):
+        for name in ("mask", "fed"):
+            tensor = getattr(self, name)
+            setattr(self, name, None if tensor is None else tensor.index_select(0, beam_idx.to(tensor.device)))
+        for name in ("seen", "before", "prompt", "entries", "budgets", "limits"):
             values = getattr(self, name)
             setattr(self, name, [values[row] for row in order] if values else values)
 
@@ -378,11 +410,13 @@ class SlotCache(Cache):
     def reset(self) -> None:
         """Forget what is held; buffers that fit the next call are kept."""
         self._forget()
+        self._note_bytes()
 
     def free(self) -> None:
         """Give all memory back."""
         self._forget()
         self._kept = None
+        self._note_bytes()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns consumed: tokens seen, pads included."""

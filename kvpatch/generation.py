@@ -1,10 +1,11 @@
 """`generate` of a patched model: transformers prepares everything, our loop takes the steps."""
 
+import contextlib
 import copy
 import inspect
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.configuration_utils import GenerationMode
 
 from kvpatch.cache import SlotCache
+from kvpatch.cachelayer import windows_of
 from kvpatch.prefill import read_prompt
 from kvpatch.rows import row_lengths
 
@@ -73,7 +75,7 @@ def generate(handle, original: Callable, args: tuple, kwargs: dict):
         _refuse(handle.model, call, config)
         _own_stop_strings(call, config)
         if given is not None:
-            _check_given(foreign, given, call, config)
+            _check_given(foreign, given, call, config, handle)
         cache = handle.take_cache(given)
         try:
             # One grad mode for all calls: compiled code is guarded by it, and buffers made in inference mode could
@@ -82,7 +84,8 @@ def generate(handle, original: Callable, args: tuple, kwargs: dict):
                 result = _run(handle, original, call, config, cache)
         except BaseException:
             cache.free()  # the next call starts from nothing
-            cache.stats = handle.stats.snapshot() if cache is given else cache.stats
+            if cache is given:
+                handle.release_cache(cache)
             raise
         if given is not None or getattr(config, "return_dict_in_generate", False):
             handle.release_cache(cache)
@@ -101,7 +104,8 @@ def _run(handle, original: Callable, call: dict, config, cache: SlotCache):
         # Beams need our steps only; whoever asks for every layer's output gets transformers' own layers.
         cache.stepper = handle.decoder_for(cache) if config.num_beams > 1 and not config.output_hidden_states else None
         try:
-            return original(**call, **{handle.keyword: cache})
+            with _without_default_stop_strings(handle.model):
+                return original(**call, **{handle.keyword: cache})
         finally:
             cache.stepper = None
     streamer = call.get("streamer")
@@ -111,11 +115,17 @@ def _run(handle, original: Callable, call: dict, config, cache: SlotCache):
             handle, cache, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, streamer
         )
 
-    defaults = handle.model.generation_config
-    stop_strings = defaults.stop_strings
-    try:
-        defaults.stop_strings = None  # a criterion now; transformers would look for the tokenizer that it forgets
+    with _without_default_stop_strings(handle.model):
         return original(**call, custom_generate=decode_loop)
+
+
+@contextlib.contextmanager
+def _without_default_stop_strings(model) -> Iterator[None]:
+    """They are a criterion now; transformers would look for the tokenizer, which the call no longer has."""
+    defaults = model.generation_config
+    stop_strings, defaults.stop_strings = defaults.stop_strings, None
+    try:
+        yield
     finally:
         defaults.stop_strings = stop_strings
 
@@ -173,8 +183,13 @@ def _refuse(model, call: dict, config) -> None:
         )
 
 
-def _check_given(name: str, cache: SlotCache, call: dict, config) -> None:
-    """A cache that holds something is for a later turn, whose input_ids are the whole conversation."""
+def _check_given(name: str, cache: SlotCache, call: dict, config, handle) -> None:
+    """A cache must be one for this model; one that holds something is for a later turn, which is checked whole."""
+    if len(cache.layers) != len(handle.parts.layers) or cache.windows != windows_of(handle.model.config):
+        raise ValueError(
+            f"{name}: the SlotCache was made for another model, of {len(cache.layers)} layers; make one with "
+            "kvpatch.SlotCache(model.config, ...)"
+        )
     if cache.phase == "empty":
         return
     ids = next((call[key] for key in ("inputs", "input_ids") if call.get(key) is not None), None)
@@ -184,12 +199,30 @@ def _check_given(name: str, cache: SlotCache, call: dict, config) -> None:
             f"{name}: the SlotCache holds {cache.columns} tokens of an earlier call, and a later turn can't use "
             f"{why or 'anything but input_ids'}; reset() it first"
         )
-    if ids.shape[0] * config.num_return_sequences != cache.current.batch or ids.shape[1] <= cache.columns:
+    rows, columns = ids.shape[0] * config.num_return_sequences, ids.shape[1]
+    if rows != cache.current.batch or columns <= cache.columns:
         raise ValueError(
             f"{name}: the SlotCache holds {cache.columns} tokens of {cache.current.batch} row(s), so input_ids must be "
             f"the whole conversation of as many rows and at least one token more, got {list(ids.shape)}; reset() the "
             "cache to start anew"
         )
+    mask = call.get("attention_mask")
+    given = ids[:, : cache.columns].repeat_interleave(config.num_return_sequences, 0)
+    if cache.fed is not None and mask is not None:  # pads may be any token
+        marked = mask[:, : cache.columns].repeat_interleave(config.num_return_sequences, 0).bool()
+        given = torch.where(marked.to(given.device), given, cache.fed.to(given.device))
+    if cache.fed is None or not torch.equal(given, cache.fed.to(given.device)):
+        raise ValueError(
+            f"{name}: input_ids must begin with the {cache.columns} tokens that the SlotCache has read, row by row (a "
+            "beam search leaves the rows of its last beams, not of what it returned); reset() the cache to start anew"
+        )
+    if cache.phase == "decode":
+        cache.check_turn(columns, mask)
+        if handle.model.config._attn_implementation not in ("sdpa", "eager"):
+            raise ValueError(
+                f"attn_implementation={handle.model.config._attn_implementation!r}: a later turn over a SlotCache "
+                'needs a mask; load the model with attn_implementation="sdpa"'
+            )
 
 
 def _own_stop_strings(call: dict, config) -> None:
@@ -215,13 +248,12 @@ def _decode(handle, cache, input_ids, processors, criteria, config, model_kwargs
     mask = model_kwargs.get("attention_mask")
     positions = model_kwargs.get("position_ids")
     started = time.perf_counter()
-    first = 0  # column where this call's own prompt begins
-    if cache.phase == "decode":
-        first = cache.columns
+    first = cache.columns if cache.phase == "decode" else 0  # column where this call's own prompt begins
+    lengths = [columns - first] * batch if mask is None else row_lengths(mask[:, first:], holes=first > 0)
+    check_positions(positions, [length + cache.step for length in cache.prompt] if first else [0] * batch, mask, first)
+    if first:
         cache.expect(columns - first)
         cache.reopen()
-    lengths = [columns - first] * batch if mask is None else row_lengths(mask[:, first:], holes=first > 0)
-    check_positions(positions, cache.seen or [0] * batch, mask, first)
     cache.plan(lengths, config.max_length - columns - 1)
     logits = read_prompt(
         model, handle.parts.base, handle.keyword, cache, input_ids, mask, positions, config.prefill_chunk_size
@@ -257,6 +289,7 @@ def _decode(handle, cache, input_ids, processors, criteria, config, model_kwargs
         logits = decoder.step(cache, tokens.to(model.device))
     if streamer is not None:
         streamer.end()
+    cache.fed = ids[:, : cache.columns]
     if not keeps:
         return ids
     return GenerateDecoderOnlyOutput(sequences=ids, scores=scores, logits=raw_logits, **{handle.keyword: cache})

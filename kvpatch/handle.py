@@ -207,9 +207,10 @@ def _base_forward(original, keyword: str):
         try:
             # No history of steps in the buffers, and no buffers that only inference mode may write.
             with torch.inference_mode(False), torch.no_grad():
-                if cache.stepper is not None and query == 1 and not cache.expect_prompt:
+                if cache.stepper is not None and query == 1 and tokens is not None and cache.phase != "empty":
                     cache.end_prompt()
                     hidden = cache.stepper.step(cache, tokens[:, 0], logits=False)
+                    cache.note_fed(tokens)
                     return BaseModelOutputWithPast(last_hidden_state=hidden, **{keyword: cache})
                 cache.begin_forward(query, mask)
                 turn = cache.turn_inputs(query, self.get_input_embeddings().weight.dtype)
@@ -220,6 +221,7 @@ def _base_forward(original, keyword: str):
                     args, kwargs = (), named
                 output = original(*args, **kwargs)
                 cache.end_forward(query)
+                cache.note_fed(tokens)
         except BaseException:
             cache.reset()
             raise

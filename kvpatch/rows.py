@@ -11,7 +11,7 @@ def row_lengths(mask: Tensor, holes: bool = False) -> list[int]:
     """Tokens of each row of a left-padded mask [B, L] of zeros and ones.
 
     Args:
-        holes: whether zeros may stand anywhere, as between two turns of a padded batch.
+        holes: whether zeros may stand before any token, as between two turns of a padded batch.
 
     Raises:
         ValueError: for right padding, holes, an empty row or other values, naming the row.
@@ -26,7 +26,7 @@ def row_lengths(mask: Tensor, holes: bool = False) -> list[int]:
     for row, (length, fine) in enumerate(zip(lengths, (ones == expected).all(-1).tolist(), strict=True)):
         if length == 0:
             raise ValueError(f"attention_mask row {row} is empty: every row needs at least one token")
-        if not fine and not holes:
+        if not fine and (not holes or not ones[row, -1]):
             kind = "is padded on the right" if not ones[row, -1] else "has a hole"
             raise ValueError(
                 f"attention_mask row {row} {kind}; rows must be left-padded (tokenizer.padding_side = 'left'). If no "

@@ -127,19 +127,18 @@ def finish(ledger: Ledger, policy: Policy, scored: int) -> None:
         utility, mean = ledger.utility[..., :n], ledger.pending[..., :n] / scored
         ledger.utility[..., :n] = aggregation.aggregate(utility, mean, policy.aggregation, policy.alpha)
         ledger.pending.zero_()
-    following = ledger.length
+    following, positions = ledger.length, ledger.positions[..., :n]
+    held = ledger.index < ledger.length[..., None]
     if policy.evicts:
-        positions = ledger.positions[..., :n]
-        eligible = ledger.index < ledger.length[..., None]
+        eligible = held
         if policy.sinks or policy.recent or policy.reserve:
-            eligible = eligible & ~selection.protected(positions, ledger.newest, ledger.rows)
+            eligible = held & ~selection.protected(positions, ledger.newest, ledger.rows)
         victim = selection.victims(ledger.utility[0, ..., :n], positions, eligible)
         following = torch.where(ledger.length > ledger.rows.budget[None, :, None], victim, following)
-        if ledger.window is not None:
-            # What no layer will meet again goes first, whatever protects it: at most one entry leaves a window a step.
-            held = ledger.index < ledger.length[..., None]
-            gone = held & selection.passed(positions, ledger.newest + 1, ledger.window)
-            following = torch.where(gone.any(-1), gone.to(torch.int8).argmax(-1), following)
+    if ledger.window is not None:
+        # What no layer will meet again goes first, whatever protects it: at most one entry leaves a window a step.
+        gone = held & selection.passed(positions, ledger.newest + 1, ledger.window)
+        following = torch.where(gone.any(-1), gone.to(torch.int8).argmax(-1), following)
     ledger.free.copy_(torch.where(ledger.active[None, :, None], following, ledger.free))
 
 

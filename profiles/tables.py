@@ -41,7 +41,16 @@ def markdown(head: list[str], rows: list[list[str]]) -> str:
 
 def bench() -> str:
     """Speed of decode steps."""
-    head = ["batch, precision, way", "ms a step", "tok/s", "over static", "over dynamic", "GB/s", "read share", "peak MiB"]
+    head = [
+        "batch, precision, way",
+        "ms a step",
+        "tok/s",
+        "over static",
+        "over dynamic",
+        "GB/s",
+        "read share",
+        "peak MiB",
+    ]
     rows = [
         [
             f"{row['batch']}, {row['dtype']}, {row['variant']}" + (" (refused)" if row["refused"] else ""),

@@ -18,7 +18,7 @@ import typer
 README = Path(__file__).parent.parent / "README.md"
 COMMANDS = {
     "generate": 'kvpatch generate --prompt "Name three rivers of Europe." --budget 24 --max-new-tokens 48',
-    "chat": "printf 'Name a river.\\nIn which country is it?\\n/stats\\n' | kvpatch chat --budget 256 --max-new-tokens 32",
+    "chat": "printf 'Name a river.\\nWhere is it?\\n/stats\\n' | kvpatch chat --budget 256 --max-new-tokens 32",
     "list": "kvpatch list",
     "explain": "kvpatch explain --policy inertia-lazy --budget 512",
     "doctor": "kvpatch doctor",

@@ -355,7 +355,7 @@ class Row:
         adopted = False
         for ranking, utility in self.utilities.items():
             # What no layer will meet again goes before everything else, protected or not.
-            gone = {i for i in utility if i <= newest + 1 - max(self.windows)} if self.kept is not None else set()
+            gone = {i for i in utility if i <= newest + 1 - max(self.windows)}
             whole, utility = utility, {i: value for i, value in utility.items() if i not in gone}
             excess = 0 if self.kept is None else max(len(utility) - self.kept, 0)
             guarded = [] if self.kept is None else [i for i in utility if self.protected(i, newest)]

@@ -79,6 +79,18 @@ def test_a_window_that_every_layer_has_costs_nothing_to_evict_beyond(compile):
     assert torch.equal(held[0, :, 0].amax(-1), newest)
 
 
+@pytest.mark.parametrize("policy, budget", [("full", None), ("inertia", 64), ("inertia", 1.0)], ids=str)
+def test_what_a_window_leaves_bounds_memory_and_is_what_is_counted(policy, budget):
+    model = tiny("mistral", sliding_window=16)
+    batch = left_padded(prompts((100,)))
+    expected = run(model, batch, max_new_tokens=150)
+    with kvpatch.patched(model, policy, budget=budget, compile=False) as handle:
+        assert torch.equal(run(model, batch, max_new_tokens=150), expected)
+        assert handle.stats.held == (handle.retained()[0, 0, 0] >= 0).sum() == 15
+        assert handle.stats.evicted == 249 - 15
+        assert handle._cache.current.capacity == 64
+
+
 def test_windows_of_some_layers_are_kept_beside_others():
     model = tiny("ministral")
     batch = left_padded(prompts((50, 9, 30)))

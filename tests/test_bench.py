@@ -1,21 +1,22 @@
 """The benchmark's rows: figures add up, bytes are the tensors' own, what is slow shows where it is."""
 
+import os
 import subprocess
 import sys
 import time
 
 import pytest
 import torch
-from factories import llama
+from factories import llama, tiny
 from rich.console import Console
 
 import kvpatch
 from kvpatch import scoring
-from kvpatch.bench import report
+from kvpatch.bench import peers, report
 from kvpatch.bench.disturbance import Others
 from kvpatch.bench.record import append_rows, read_rows
 from kvpatch.bench.runner import Cell, run_cell
-from kvpatch.bench.variants import Workload, parameter_bytes, token_bytes
+from kvpatch.bench.variants import Workload, cache_bytes, parameter_bytes
 
 
 class Words:
@@ -51,7 +52,7 @@ def test_figures_add_up_and_bytes_are_those_of_the_tensors(base):
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     assert rows["dynamic"]["peak_cache_bytes"] == held
     per_token = held // (2 * 79)
-    assert token_bytes(base) == per_token
+    assert cache_bytes(base, 1) == per_token
     assert rows["inertia"]["held"] == 20
     for name, row in rows.items():
         assert row["decode_tok_per_s"] == pytest.approx(2e3 / row["p50_ms"])
@@ -64,6 +65,27 @@ def test_figures_add_up_and_bytes_are_those_of_the_tensors(base):
         assert row["p20_ms"] <= row["p50_ms"] <= row["p80_ms"]
     weights = sum(tensor.nbytes for tensor in {id(p): p for p in base.parameters()}.values())
     assert parameter_bytes(base) == weights - base.get_input_embeddings().weight.nbytes
+
+
+def test_windows_are_counted_in_bytes():
+    model = tiny("mistral", sliding_window=16, dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+    rows = measured(model, [("dynamic", None), ("full", None)])
+    more = {"max_new_tokens": 20, "return_dict_in_generate": True, "do_sample": False, "pad_token_id": 0}
+    output = model.generate(torch.ones(2, 60, dtype=torch.int64), **more)
+    cache = output["cache"] if "cache" in output else output["past_key_values"]
+    assert rows["dynamic"]["peak_cache_bytes"] == sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    assert rows["full"]["held"] == 15
+
+
+def test_a_peer_that_stops_is_named(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-c", "raise SystemExit(7)"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    process.wait()
+    process.stdin, process.stdout = open(tmp_path / "in", "w"), open(os.devnull)
+    with pytest.raises(peers.PeerError, match="peer kvpress tova stopped with exit code 7"):
+        peers.Guest("kvpress tova", process).ask(do="generate", tokens=3)
 
 
 def test_a_sleep_planted_in_scoring_shows_in_the_rows_that_score(base, monkeypatch):

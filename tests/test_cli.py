@@ -63,8 +63,10 @@ def test_generate_says_what_the_model_says_and_what_it_cost(unpatched):
     question = ("generate", "--prompt", "Name three colours, please.", "--no-compile", "--max-new-tokens", "16")
     shown = invoke(*question, "--budget", "full")
     assert shown.exit_code == 0, shown.output
-    assert shown.stdout.strip() == text.strip()
+    assert shown.stdout == text.rstrip("\n") + "\n"
+    assert "\n\n" not in shown.stderr
     assert "prefill" in shown.stderr and "decode" in shown.stderr and "evicted" in shown.stderr
+    assert json.loads(invoke(*question, "--policy", "full", "--json").stdout)["budget"] == "full"
     cost = json.loads(invoke(*question, "--budget", "20", "--json").stdout)
     assert cost["prompt_tokens"] == prompt
     assert cost["held"] == 20 and cost["evicted"] == prompt + cost["new_tokens"] - 1 - 20
@@ -103,11 +105,18 @@ def test_generate_takes_a_folder_and_raw_text_and_samples_by_seed():
         (("bench", "--batches", "0"), "--batches"),
         (("bench", "--baselines", "vllm"), "vllm"),
         (("bench", "--peer", "nobody"), "nobody"),
+        (("bench", "--policies", "", "--baselines", "none"), "--policies"),
+        (("generate", "--prompt-file", "LATIN"), "UTF-8"),
+        (("bench", "--out", "COLUMNS"), "other columns"),
     ],
     ids=str,
 )
-def test_bad_usage_is_named_with_exit_code_2(arguments, named):
-    result = invoke(*arguments)
+def test_bad_usage_is_named_with_exit_code_2(arguments, named, tmp_path):
+    latin = tmp_path / "latin.txt"
+    latin.write_bytes("Zürich, wo".encode("latin-1"))
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    files = {"LATIN": str(latin), "COLUMNS": str(tmp_path / "other.csv")}
+    result = invoke(*(files.get(word, word) for word in arguments))
     assert result.exit_code == 2
     assert named in re.sub(r"\s*│\s*\n│\s*", "", result.output)
 
@@ -116,8 +125,10 @@ def test_errors_of_the_library_are_one_line_with_exit_code_1(tmp_path):
     unknown = invoke("generate", "--prompt", "a", "--policy", "inertia-lasy")
     assert unknown.exit_code == 1 and "did you mean 'inertia-lazy'" in unknown.stderr
     assert "Traceback" not in unknown.output
-    nothing = invoke("generate", "--model", str(tmp_path), "--prompt", "a")
-    assert nothing.exit_code == 1 and str(tmp_path) in nothing.stderr.replace("\n", "")
+    for folder in (tmp_path, tmp_path / "[bold]old[/bold] model"):  # no markup of the terminal's
+        folder.mkdir(exist_ok=True, parents=True)
+        nothing = invoke("generate", "--model", str(folder), "--prompt", "a")
+        assert nothing.exit_code == 1 and str(folder) in nothing.stderr.replace("\n", "")
 
 
 def test_chat_remembers_and_equals_one_conversation_read_at_once():
@@ -140,6 +151,7 @@ def test_chat_remembers_and_equals_one_conversation_read_at_once():
     alone = tokenizer.apply_chat_template(turns[2:3], add_generation_prompt=True, return_tensors="pt", return_dict=True)
     output = model.generate(**alone, max_new_tokens=24, do_sample=False)
     fresh = tokenizer.decode(output[0, alone["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+    assert shown.stdout.count("\n") >= 3  # answers stand apart
     assert fresh != expected[1].strip() and shown.stdout.split(expected[1].strip())[1].strip() == fresh
 
 
@@ -184,6 +196,7 @@ def test_doctor_tests_itself(monkeypatch):
     fine = invoke("doctor")
     assert fine.exit_code == 0 and "self-test passed" in fine.stdout
     assert "torch" in fine.stdout and "back end packed" in fine.stdout
+    assert "kvpatch[flash]" in fine.stdout
     from kvpatch import decoder
 
     original = decoder.Decoder.step

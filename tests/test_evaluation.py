@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from factories import llama, prompts
+from factories import llama, prompts, tiny
 
 import kvpatch
 from kvpatch import demo, needle
@@ -57,6 +57,14 @@ def test_divergence_and_lost_mass_are_their_definitions(policy):
                     held = {*sets[place - 2][layer, row, head // 3].tolist(), query}
                     lost += [sum(weights[row, head, query, i].item() for i in range(query) if i not in held)]
             assert got.lost_mass[row, place].item() == pytest.approx(sum(lost) / len(lost), rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["mistral", "ministral"])
+def test_lost_mass_of_layers_with_a_window_is_that_within_it(kind):
+    model = tiny(kind, **({"sliding_window": 16} if kind == "mistral" else {}))
+    texts = torch.tensor(prompts((60, 60)))
+    got = fidelity(model, texts, 40, {"full": ("full", None), "small": ("inertia", 8)})
+    assert got["full"].lost_mass.abs().max() < 1e-6 < got["small"].lost_mass.max() <= 1
 
 
 def test_nothing_to_feed_is_refused():

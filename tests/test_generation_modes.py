@@ -146,6 +146,14 @@ def test_each_beam_holds_what_its_sequence_would_alone(policy):
             ]
 
 
+@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+def test_beams_begin_with_a_single_token(compile):
+    model, batch = tiny("llama", dtype=torch.float32), {"input_ids": torch.tensor([[5]])}
+    expected = run(model, batch, num_beams=3)
+    with kvpatch.patched(model, "inertia", budget=1.0, compile=compile):
+        assert torch.equal(run(model, batch, num_beams=3), expected)
+
+
 def test_a_streamer_is_fed_by_a_batch():
     class Rows:
         def __init__(self):
@@ -182,6 +190,11 @@ def test_a_stop_string_ends_a_row(tmp_path):
     assert tokenizer.decode(expected[0]).rstrip().endswith("Paris")
     with kvpatch.patched(model, "inertia", budget=1.0, compile=False):
         assert torch.equal(model.generate(**inputs, **more), expected)
+        model.generation_config.stop_strings = more.pop("stop_strings")  # and as the model's own setting
+        for beams in (1, 2):
+            got = model.generate(**inputs, **more, num_beams=beams)
+            assert tokenizer.decode(got[0]).rstrip().endswith("Paris")
+        assert model.generation_config.stop_strings == ["Paris"]
 
 
 def test_a_pipeline_runs_a_patched_model():

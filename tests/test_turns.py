@@ -163,23 +163,89 @@ def test_a_prompt_read_by_the_caller_is_gone_on_from():
         assert torch.equal(run(model, batch, **{handle.keyword: cache}), expected)
 
 
-def test_turns_that_can_not_be_honoured_are_refused():
+REFUSED = {
+    "too short": ({"ids": lambda ids: ids[:, :20]}, "whole conversation of as many rows"),
+    "another number of rows": ({"ids": lambda ids: ids[:1]}, "whole conversation of as many rows"),
+    "another beginning": ({"ids": lambda ids: ids.roll(1, -1)}, "must begin with the"),
+    "rows in another order": ({"ids": lambda ids: ids.flip(0)}, "must begin with the"),
+    "beams": ({"num_beams": 2}, "num_beams=2"),
+    "right padding": ({"mask": lambda mask: mask.index_fill(1, torch.tensor([-1]), 0)}, "row 0 is padded on the right"),
+    "another mask before": (
+        {"mask": lambda mask: mask.index_fill(1, torch.tensor([0]), 0)},
+        "marks .* but .* were read",
+    ),
+    "positions": ({"position_ids": torch.arange(66).repeat(2, 1) + 3}, "position_ids row 0 must count"),
+}
+
+
+@pytest.mark.parametrize("more, named", REFUSED.values(), ids=REFUSED)
+def test_a_turn_that_can_not_be_honoured_is_refused_and_the_conversation_goes_on(more, named):
     model = llama()
-    ids = torch.tensor(prompts((30, 30)))
-    ones = torch.ones_like(ids)
+    ids, more = torch.tensor(prompts((30, 30))), dict(more)
     with kvpatch.patched(model, "inertia", budget=12, compile=False) as handle:
         cache = kvpatch.SlotCache(model.config, "inertia", 12)
         keyword = {handle.keyword: cache}
-        answered = run(model, {"input_ids": ids, "attention_mask": ones}, max_new_tokens=6, **keyword)
-        with pytest.raises(ValueError, match="whole conversation of as many rows"):
-            run(model, {"input_ids": answered[:, :20]}, **keyword)
-        with pytest.raises(ValueError, match="whole conversation of as many rows"):
-            run(model, {"input_ids": torch.cat((answered, ids), 1)[:1]}, **keyword)
-        with pytest.raises(ValueError, match="num_beams=2"):
-            run(model, {"input_ids": torch.cat((answered, ids), 1)}, num_beams=2, **keyword)
-        held = cache.retained()
-        run(model, {"input_ids": torch.cat((answered, ids), 1)}, max_new_tokens=3, **keyword)  # all refused before
-        assert held.shape[-1] == 13 and not torch.equal(cache.retained(), held)
+        answered = run(model, whole(ids), max_new_tokens=6, **keyword)
+        conversation, held = torch.cat((answered, ids), 1), cache.retained()
+        batch = whole(more.pop("ids", lambda same: same)(conversation))
+        batch["attention_mask"] = more.pop("mask", lambda same: same)(batch["attention_mask"])
+        with pytest.raises(ValueError, match=named):
+            run(model, batch, **more, **keyword)
+        if "position_ids" not in more:  # found out when everything else was read
+            assert torch.equal(cache.retained(), held)
+            run(model, whole(conversation), max_new_tokens=3, **keyword)
+            assert not torch.equal(cache.retained(), held)
+
+
+def test_the_rows_of_beams_are_not_taken_for_what_was_returned():
+    model = llama()
+    with kvpatch.patched(model, "full", compile=False) as handle:
+        cache = kvpatch.SlotCache(model.config, "full")
+        keyword, batch = {handle.keyword: cache}, left_padded(prompts((20,)))
+        returned = run(model, batch, num_beams=3, num_return_sequences=3, max_new_tokens=9, **keyword)
+        assert cache.fed.shape == (3, cache.columns) and cache.fed[:, :20].equal(batch["input_ids"].expand(3, -1))
+        again = torch.cat((returned, torch.full((3, 4), 7)), 1)
+        if torch.equal(returned[:, : cache.columns], cache.fed):
+            pytest.fail("these beams happen to be those that were returned: take another seed")
+        with pytest.raises(ValueError, match="must begin with the"):
+            run(model, whole(again), **keyword)
+
+
+def test_rows_that_ended_apart_can_not_go_on():
+    model = llama()
+    batch = left_padded(prompts((20, 20)))
+    with kvpatch.patched(model, "full", compile=False) as handle:
+        cache = kvpatch.SlotCache(model.config, "full")
+        forced = [Forced([[5, 1], [6, 7, 8]], 20)]
+        more = {"eos_token_id": 1, "logits_processor": forced, "max_new_tokens": 5, handle.keyword: cache}
+        ids = torch.cat((run(model, batch, **more), batch["input_ids"]), 1)
+        with pytest.raises(ValueError, match="ended at different steps"):
+            run(model, whole(ids), **{handle.keyword: cache})
+        assert cache.phase == "decode"
+
+
+def test_a_cache_made_for_another_model_is_refused():
+    model = llama()
+    with kvpatch.patched(model, "inertia", budget=12, compile=False) as handle:
+        for other in (llama(layers=2), llama(layers=4), tiny("mistral", sliding_window=9)):
+            cache = kvpatch.SlotCache(other.config, "inertia", 12)
+            with pytest.raises(ValueError, match="made for another model"):
+                run(model, **{handle.keyword: cache})
+
+
+def test_a_turn_in_a_loop_of_ones_own_gives_the_memory_of_its_prompt_back():
+    model = llama()
+    with kvpatch.patched(model, "inertia", budget=16, compile=False) as handle, torch.no_grad():
+        cache = kvpatch.SlotCache(model.config, "inertia", 16)
+        small, block = torch.tensor(prompts((20,))), torch.tensor(prompts((500,)))
+        for ids in (small, block, block[:, :100], block[:, 100:400]):
+            model(ids, **{handle.keyword: cache})
+            for token in range(4):
+                model(torch.tensor([[token + 5]]), **{handle.keyword: cache})
+            assert cache.current.capacity == 64
+            assert (cache.retained()[0, 0, 0] >= 0).sum() == 16
+        cache.free()
+        assert cache.nbytes == 0 and cache.stats.cache_bytes == 0
 
 
 def test_a_window_shorter_than_the_conversation_is_refused():
@@ -188,6 +254,7 @@ def test_a_window_shorter_than_the_conversation_is_refused():
         cache = kvpatch.SlotCache(model.config, "inertia", 12)
         with pytest.raises(ValueError, match="sliding window"):
             converse(model, cache, prompts((20, 20)))
+        assert cache.phase == "decode"
 
 
 def test_what_is_held_is_put_in_order_of_position():

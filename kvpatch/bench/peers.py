@@ -15,13 +15,14 @@ from torch import Tensor
 from kvpatch.bench.disturbance import Others
 from kvpatch.bench.variants import Call, Workload
 from kvpatch.demo import cache_folder
+from kvpatch.errors import KVPatchError
 
 # Peer: what pip installs, and the script beside this file that drives it.
 PEERS = {"kvpress": (["kvpress", "sentencepiece"], "peer_kvpress.py")}
 
 
-class PeerError(RuntimeError):
-    """A peer could not be installed or stopped."""
+class PeerError(KVPatchError):
+    """A peer could not be installed, or it stopped."""
 
 
 def environment(name: str, tell) -> Path:
@@ -70,11 +71,16 @@ class Guest:
 
     def ask(self, **what) -> dict:
         """One request and its answer, both a line of JSON."""
-        self.process.stdin.write(json.dumps(what) + "\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
+        try:
+            self.process.stdin.write(json.dumps(what) + "\n")
+            self.process.stdin.flush()
+            line = self.process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
         if not line:
-            raise PeerError(f"peer {self.name} stopped with exit code {self.process.wait()}")
+            raise PeerError(
+                f"peer {self.name} stopped with exit code {self.process.wait()}; KVPATCH_TRACEBACK=1 shows what it said"
+            )
         return json.loads(line)
 
     def call(self, tokens: int) -> Call:
@@ -109,13 +115,13 @@ class Guest:
         return self.cache_bytes
 
     def variant(self, prompts: Tensor, work: Workload) -> "Guest":
-        """Itself, fresh for another cell."""
-        self.calls = []
+        """Itself, fresh for another cell; its peak of memory is that of its whole life."""
+        self.calls, self.others = [], Others(self.process.pid)
         return self
 
     def close(self) -> None:
         """End the process."""
-        self.process.stdin.close()
+        self.process.kill()
         self.process.wait()
 
 

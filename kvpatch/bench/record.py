@@ -17,18 +17,13 @@ from torch._dynamo.utils import counters
 import kvpatch
 
 ROOT = Path(__file__).resolve().parents[2]
+PROVENANCE = ("device", "torch", "transformers", "kvpatch", "commit", "threads")
 
 
 def provenance() -> dict[str, str | int]:
     """The columns that every row begins with. Call it after the number of threads is set."""
-    return {
-        "device": cpu_name(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "kvpatch": kvpatch.__version__,
-        "commit": commit(),
-        "threads": torch.get_num_threads(),
-    }
+    versions = (torch.__version__, transformers.__version__, kvpatch.__version__)
+    return dict(zip(PROVENANCE, (cpu_name(), *versions, commit(), torch.get_num_threads()), strict=True))
 
 
 def cpu_name() -> str:
@@ -65,6 +60,14 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def read_columns(path: Path) -> list[str] | None:
+    """The header of a record; None if there is none yet."""
+    if not path.exists() or path.stat().st_size == 0:
+        return None
+    with path.open(newline="") as file:
+        return next(csv.reader(file))
+
+
 def append_rows(path: Path, rows: list[dict]) -> None:
     """Add rows to a record, with a header if the file is new.
 
@@ -73,13 +76,11 @@ def append_rows(path: Path, rows: list[dict]) -> None:
     """
     columns = list(rows[0])
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists() or path.stat().st_size == 0
-    if not new:
-        with path.open(newline="") as file:
-            found = next(csv.reader(file))
-        if found != columns:
-            differ = sorted(set(found) ^ set(columns))
-            raise ValueError(f"{path} has other columns, give another file; they differ in {differ}")
+    found = read_columns(path)
+    new = found is None
+    if found not in (None, columns):
+        differ = sorted(set(found) ^ set(columns))
+        raise ValueError(f"{path} has other columns, give another file; they differ in {differ}")
     with path.open("a", newline="") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         if new:

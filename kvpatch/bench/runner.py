@@ -11,11 +11,49 @@ import torch
 import kvpatch
 from kvpatch import needle
 from kvpatch.bench.disturbance import Stream
-from kvpatch.bench.record import provenance
-from kvpatch.bench.variants import Variant, Workload, parameter_bytes, token_bytes
+from kvpatch.bench.record import PROVENANCE, provenance
+from kvpatch.bench.variants import Variant, Workload, cache_bytes, parameter_bytes
 
 MOST_SPREAD = 1.25  # p80 over p20 above which a row is refused
 Tick = Callable[[str, int], None]
+# Of a row, in order.
+COLUMNS = [
+    *PROVENANCE,
+    "dtype",
+    "batch",
+    "prompt",
+    "variant",
+    "budget",
+    "new_tokens",
+    "rounds",
+    "steps",
+    "p20_ms",
+    "p50_ms",
+    "p80_ms",
+    "mean_ms",
+    "decode_tok_per_s",
+    "first_token_ms",
+    "prefill_tok_per_s",
+    "whole_s",
+    "whole_tok_per_s",
+    "paired_over_static",
+    "paired_over_dynamic",
+    "held",
+    "bytes_per_step",
+    "gb_per_s",
+    "stream_gb_per_s",
+    "share_of_stream",
+    "peak_cache_bytes",
+    "peak_process_bytes",
+    "compile_seconds",
+    "compiles",
+    "timed_compiles",
+    "break_even_tokens",
+    "graph_active",
+    "spread",
+    "refused",
+    "disturbance",
+]
 
 
 @dataclass(frozen=True)
@@ -105,7 +143,7 @@ def make_rows(variants: list[Variant], stream: Stream, cell: Cell, work: Workloa
     by_name = {variant.name: variant for variant in variants}
     static, dynamic = by_name.get("static"), by_name.get("dynamic")
     stream_rate, skip = statistics.median(stream.rounds), work.skip
-    weights, per_token = parameter_bytes(base), token_bytes(base)
+    weights = parameter_bytes(base)
     rows = []
     for variant in variants:
         seconds = sum(variant.steps(skip), [])
@@ -113,7 +151,7 @@ def make_rows(variants: list[Variant], stream: Stream, cell: Cell, work: Workloa
         first = statistics.median(call.first for call in variant.calls)
         whole = statistics.median(call.whole for call in variant.calls)
         held = variant.held(work)
-        moved = weights + cell.batch * held * per_token
+        moved = weights + cell.batch * cache_bytes(base, held)
         wide, again = p80 / p20 > MOST_SPREAD, variant.timed_compiles > 0
         rows.append(
             {
@@ -142,7 +180,7 @@ def make_rows(variants: list[Variant], stream: Stream, cell: Cell, work: Workloa
                 "gb_per_s": moved / p50 / 1e9,
                 "stream_gb_per_s": stream_rate,
                 "share_of_stream": moved / p50 / 1e9 / stream_rate,
-                "peak_cache_bytes": variant.cache_peak(cell.batch, work),
+                "peak_cache_bytes": int(variant.cache_peak(cell.batch, work)),
                 "peak_process_bytes": variant.peak_bytes,
                 "compile_seconds": variant.compile_seconds,
                 "compiles": variant.compiles,

@@ -17,6 +17,7 @@ from transformers import CompileConfig, StoppingCriteria, StoppingCriteriaList
 import kvpatch
 from kvpatch.bench.disturbance import Others, Peak, synchronize
 from kvpatch.bench.record import Clock, CompileWatch
+from kvpatch.cachelayer import windows_of
 
 PLAIN = ("dynamic", "static")
 
@@ -126,7 +127,7 @@ class Variant:
         return Call(clock.first_token_seconds(started), clock.step_seconds(), whole)
 
     def held(self, work: Workload) -> float:
-        """Tokens a row that a measured step attends to, on average; only these have to be read."""
+        """Tokens a row that a measured step holds, on average; layers with a sliding window read fewer."""
         mean_seen = work.prompt + (work.skip + 1 + self.tokens - 1) / 2
         return mean_seen if self.handle is None else min(mean_seen, self.handle.stats.held)
 
@@ -135,7 +136,8 @@ class Variant:
         if self.handle is not None:
             return self.handle.stats.peak_cache_bytes
         tokens = work.prompt + (work.steps if self.name == "static" else self.tokens) - 1
-        return batch * tokens * token_bytes(self.model)
+        # transformers' sliding layers keep one token less than their window between steps.
+        return batch * cache_bytes(self.model, tokens, beyond=-1 if self.name == "dynamic" else 0)
 
 
 class StopAfter(StoppingCriteria):
@@ -145,7 +147,8 @@ class StopAfter(StoppingCriteria):
         self.columns = columns
 
     def __call__(self, input_ids, scores, **_):
-        return torch.full((input_ids.shape[0],), input_ids.shape[1] >= self.columns, dtype=torch.bool)
+        done = input_ids.shape[1] >= self.columns
+        return torch.full((input_ids.shape[0],), done, dtype=torch.bool, device=input_ids.device)
 
 
 def parameter_bytes(model) -> int:
@@ -155,8 +158,13 @@ def parameter_bytes(model) -> int:
     return read if embedding is model.get_output_embeddings().weight else read - embedding.nbytes
 
 
-def token_bytes(model) -> int:
-    """Bytes of one token's keys and values over all layers."""
+def cache_bytes(model, tokens: float, beyond: int = 0) -> float:
+    """Bytes of the keys and values that one row's layers meet of `tokens` held.
+
+    Args:
+        beyond: added to every sliding window.
+    """
     config = model.config
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return config.num_hidden_layers * 2 * config.num_key_value_heads * width * model.dtype.itemsize
+    met = sum(tokens if window is None else min(tokens, window + beyond) for window in windows_of(config))
+    return met * 2 * config.num_key_value_heads * width * model.dtype.itemsize

@@ -37,6 +37,8 @@ class Streamed(TextStreamer):
         self.text += text
         self._held += text
         if stream_end or self.tokens > self.WAITS_FOR:
+            if stream_end and not self.text.endswith("\n"):
+                self._held += "\n"
             self._write()
 
     def _write(self) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 Model = Annotated[str, typer.Option(help='Folder or hub name of a checkpoint, or "demo" (SmolLM2-135M).')]
@@ -34,7 +35,7 @@ def told() -> Iterator[None]:
     except (KVPatchError, ValueError, TypeError, OSError, ModuleNotFoundError) as error:
         if os.environ.get("KVPATCH_TRACEBACK"):
             raise
-        notes().print(f"[red]error[/]: {error}", highlight=False, soft_wrap=True)
+        notes().print(f"[red]error[/]: {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error
 
 
@@ -74,13 +75,14 @@ def read_text(text: str | None, file: str | None) -> str:
     """The prompt from --prompt, a file, or standard input for "-"."""
     if (text is None) == (file is None):
         raise typer.BadParameter("give exactly one of --prompt and --prompt-file", param_hint="--prompt")
-    if file == "-":
-        text = sys.stdin.read()
-    elif file is not None:
+    if file is not None:
         try:
-            text = Path(file).read_text()
+            data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+            text = data.decode("utf-8")
         except OSError as error:
             raise typer.BadParameter(f"{file}: {error.strerror}", param_hint="--prompt-file") from error
+        except UnicodeDecodeError as error:
+            raise typer.BadParameter(f"{file} is not UTF-8 text ({error})", param_hint="--prompt-file") from error
     if not text.strip():
         raise typer.BadParameter("the prompt is empty", param_hint="--prompt")
     return text
@@ -96,10 +98,12 @@ class Reading:
     def __init__(self, model, tokens: int, console: Console):
         self._base, self._tokens = model.get_decoder() if hasattr(model, "get_decoder") else model.model, tokens
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-        self._progress = Progress(*columns, console=console, transient=True)
+        self._progress, self._shown = Progress(*columns, console=console, transient=True), False
 
     def __enter__(self) -> Callable[[], None]:
-        self._progress.start()
+        if self._progress.console.is_terminal:
+            self._progress.start()
+            self._shown = True
         self._task = self._progress.add_task(f"reading {self._tokens:,} tokens", total=self._tokens)
         self._hook = self._base.register_forward_hook(self._block, with_kwargs=True)
         return self.stop
@@ -112,7 +116,9 @@ class Reading:
 
     def stop(self) -> None:
         """Text comes: leave the line to it."""
-        self._progress.stop()
+        if self._shown:
+            self._progress.stop()
+            self._shown = False
         if self._hook is not None:
             self._hook.remove()
             self._hook = None

@@ -1,5 +1,8 @@
 """`kvpatch bench`: speed and memory of kvpatch beside plain transformers and peers, in one run."""
 
+import contextlib
+import importlib.util
+import itertools
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +12,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvpatch.cli import _shared
 from kvpatch.cli._shared import Model
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
 
 
 def _numbers(text: str, option: str) -> list[int]:
@@ -59,29 +66,37 @@ def bench(
     kvpatch bench --batches 1 --peer kvpress
     """
     console = Console()
-    names = [name for name in policies.split(",") if name]
-    plain = [] if baselines == "none" else baselines.split(",")
+    names = _words(policies)
+    plain = [] if baselines == "none" else _words(baselines)
     unknown = set(plain) - {"dynamic", "static", "full"}
     if unknown:
         raise typer.BadParameter(f"must be dynamic, static or full, got {unknown.pop()!r}", param_hint="--baselines")
     if min(new_tokens, slow_tokens) < skip + 3:
         raise typer.BadParameter(f"must be at least --skip + 3 = {skip + 3}", param_hint="--new-tokens")
-    kinds = dtypes.split(",")
+    kinds = _words(dtypes)
     for kind in kinds:
         if kind not in _shared.DTYPES[1:]:
             raise typer.BadParameter(f"must be one of {', '.join(_shared.DTYPES[1:])}", param_hint="--dtypes")
-    limits = {text: _shared.budget_of(text, "")["budget"] for text in budgets.split(",")}
+    limits = {text: _shared.budget_of(text, "")["budget"] for text in _words(budgets)}
+    if not names and not plain and not peer:
+        raise typer.BadParameter("nothing is left to measure", param_hint="--policies")
+    if plots is not None and importlib.util.find_spec("matplotlib") is None:
+        raise typer.BadParameter('needs matplotlib: pip install "kvpatch[plot]"', param_hint="--plots")
     sizes, lengths = _numbers(batches, "--batches"), _numbers(prompt_lengths, "--prompt-lengths")
     with _shared.told():
         import torch
 
         from kvpatch import policy
         from kvpatch.bench import peers, report
-        from kvpatch.bench.record import append_rows
-        from kvpatch.bench.runner import Cell, Workload, run_cell
+        from kvpatch.bench.record import append_rows, read_columns
+        from kvpatch.bench.runner import COLUMNS, Cell, Workload, run_cell
 
         for name in names:
             policy.resolve(name)
+        if out is not None and read_columns(out) not in (None, COLUMNS):
+            raise typer.BadParameter(f"{out} has other columns, give another file", param_hint="--out")
+        if plots is not None:
+            plots.mkdir(parents=True, exist_ok=True)
         for name in peer or ():
             if name not in peers.PEERS:
                 raise typer.BadParameter(f"must be one of {', '.join(peers.PEERS)}, got {name!r}", param_hint="--peer")
@@ -104,24 +119,24 @@ def bench(
                 base, tokenizer = _shared.load(model, kind, None)
                 base.generation_config.eos_token_id = None  # every call makes all of its tokens
                 for count in counts:
-                    running = [start(_folder(model), kind, count) for start in guests]
-                    for batch in sizes:
-                        for length in lengths:
+                    with contextlib.ExitStack() as running:
+                        here = [start(_folder(model), kind, count) for start in guests]
+                        for guest in here:
+                            running.callback(guest.close)
+                        for batch, length in itertools.product(sizes, lengths):
                             work = Workload(length, new_tokens, slow_tokens, slow_over, skip, 16, compile)
                             cell = Cell(count, kind, batch, length)
-                            options = {"seed": seed, "stream_gib": stream_gib, "tick": tick, "guests": tuple(running)}
+                            options = {"seed": seed, "stream_gib": stream_gib, "tick": tick, "guests": tuple(here)}
                             found = run_cell(base, tokenizer, cell, named, work, rounds, **options)
                             rows += found
                             if out is not None:
                                 append_rows(out, found)
-                    for guest in running:
-                        guest.close()
         report.show(console, rows)
         if out is not None:
-            console.print(f"{len(rows)} rows added to {out}")
+            console.print(f"{len(rows)} rows added to {out}", markup=False)
         if plots is not None:
             for path in report.plot(rows, plots):
-                console.print(f"drawn: {path}")
+                console.print(f"drawn: {path}", markup=False)
     if strict and any(row["refused"] for row in rows):
         raise typer.Exit(1)
 
@@ -130,7 +145,9 @@ def _folder(model: str) -> str:
     """A checkpoint that another process can load."""
     from kvpatch import demo
 
-    return str(demo.path()) if model == "demo" else model
+    if model == "demo":
+        return str(demo.path())
+    return str(Path(model).resolve()) if Path(model).is_dir() else model
 
 
 def _guests(names: list[str], limits: dict, console: Console) -> list:

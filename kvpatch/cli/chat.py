@@ -50,9 +50,13 @@ def _questions(console) -> Iterator[str]:
             except EOFError:
                 return
         else:
-            line = sys.stdin.readline()
-            if not line:
+            data = sys.stdin.buffer.readline()
+            if not data:
                 return
+            try:
+                line = data.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"standard input is not UTF-8 text ({error})") from error
         if line.strip():
             yield line.strip()
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -150,7 +151,7 @@ def _table(runs: list[Run]) -> Table:
     for run in runs:
         table.add_row(
             run.name,
-            run.text[:60],
+            escape(run.text[:60]),
             "yes" if run.found else "no",
             f"{run.steps_per_second:.1f}",
             f"{run.steps_per_second / base:.1f}x",

@@ -75,7 +75,7 @@ def generate(
             )
         cost = Cost.of(handle, streamed, ids.shape[1], output.shape[1], 0.0)
     if as_json:
-        settings = {"model": model, "policy": policy, "budget": budget, "text": streamed.text}
+        settings = {"model": model, "policy": policy, "budget": str(handle.budget), "text": streamed.text}
         typer.echo(json.dumps(settings | cost.to_dict()))
     else:
-        console.print(f"\n{cost}", highlight=False, style="dim")
+        console.print(str(cost), highlight=False, style="dim")

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from kvpatch.cli import _shared
@@ -112,7 +113,7 @@ def doctor() -> None:
         try:
             table.add_row(name, importlib.metadata.version(name), purpose)
         except importlib.metadata.PackageNotFoundError:
-            table.add_row(name, "[yellow]not installed[/]", f"{purpose}: {how}")
+            table.add_row(name, "[yellow]not installed[/]", escape(f"{purpose}: {how}"))
     compiler = shutil.which("g++") or shutil.which("clang++") or shutil.which("cl")
     found = compiler or "[red]not found[/]"
     table.add_row("C++ compiler", found, "torch.compile on a CPU" + ("" if compiler else ": apt install g++"))
@@ -120,13 +121,13 @@ def doctor() -> None:
     table.add_row("GPU", cuda, f"{torch.get_num_threads()} CPU threads")
     console.print(table)
     for name, why in attention.available().items():
-        console.print(f"back end {name}: " + (f"[yellow]can't run[/], {why}" if why else "[green]runs[/]"))
+        console.print(f"back end {name}: " + (f"[yellow]can't run[/], {escape(why)}" if why else "[green]runs[/]"))
     with console.status("testing a tiny model"):
         started = time.perf_counter()
         trouble = _self_test()
         seconds = time.perf_counter() - started
     if trouble:
-        console.print(f"[red]self-test failed[/] ({seconds:.1f} s): {trouble}")
+        console.print(f"[red]self-test failed[/] ({seconds:.1f} s): {escape(trouble)}")
         raise typer.Exit(1)
     console.print(f"[green]self-test passed[/] ({seconds:.1f} s): compiled decoding equals the unpatched model's")
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from kvpatch import patches
 from kvpatch.evaluation.forcing import Script, Tick, decoding, endless, generate
@@ -60,6 +61,7 @@ def fidelity(
     """
     if not 0 < prompt < texts.shape[1] - 1:
         raise ValueError(f"prompt must leave two tokens or more of {texts.shape[1]} to feed, got {prompt}")
+    texts = texts.to(model.device)
     expected = _plain_logits(model, texts, prompt)
     compared, sets = {}, {}
     for name, (policy, budget) in policies.items():
@@ -124,7 +126,8 @@ def _lost_mass(model, texts: Tensor, prompt: int, sets: dict[str, list[Tensor]])
     keyword = patches.cache_keyword(patches.find(model).find_parts(model).attentions[0])
     lost = {name: torch.zeros(texts.shape[0], columns - prompt) for name in sets}
     for row, text in enumerate(texts):
-        cache = model(text[None, :prompt], logits_to_keep=1)[keyword]
+        cache = DynamicCache()  # without a config: layers with a sliding window keep everything too
+        model(text[None, :prompt], logits_to_keep=1, **{keyword: cache})
         with _eager(model):
             for start in range(prompt, columns - 1, QUERIES):
                 end = min(start + QUERIES, columns - 1)
@@ -136,7 +139,7 @@ def _lost_mass(model, texts: Tensor, prompt: int, sets: dict[str, list[Tensor]])
                     for name, held in sets.items():
                         if query > prompt:  # the first step meets everything
                             kept = _kept(held[query - prompt - 1][:, row], query, seen.shape)
-                            lost[name][row, query - prompt + 1] = seen.masked_fill(kept, 0.0).sum(-1).mean()
+                            lost[name][row, query - prompt + 1] = seen.masked_fill(kept, 0.0).sum(-1).mean().cpu()
     return lost
 
 
