@@ -15,6 +15,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from kvpatch.cache import SlotCache
 from kvpatch.cachelayer import windows_of
+from kvpatch.hooks import of_transformers, silenced
 from kvpatch.prefill import read_prompt
 from kvpatch.rows import row_lengths
 
@@ -104,7 +105,7 @@ def _run(handle, original: Callable, call: dict, config, cache: SlotCache):
         # Beams need our steps only; whoever asks for every layer's output gets transformers' own layers.
         cache.stepper = handle.decoder_for(cache) if config.num_beams > 1 and not config.output_hidden_states else None
         try:
-            with _without_default_stop_strings(handle.model):
+            with _without_default_stop_strings(handle.model), _compilable(handle, cache.stepper is not None):
                 return original(**call, **{handle.keyword: cache})
         finally:
             cache.stepper = None
@@ -115,8 +116,13 @@ def _run(handle, original: Callable, call: dict, config, cache: SlotCache):
             handle, cache, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, streamer
         )
 
-    with _without_default_stop_strings(handle.model):
+    with _without_default_stop_strings(handle.model), _compilable(handle):
         return original(**call, custom_generate=decode_loop)
+
+
+def _compilable(handle, ours: bool = True):
+    """Around a call whose steps are compiled ones of `ours`."""
+    return silenced(handle.model, of_transformers) if ours and handle.compile else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

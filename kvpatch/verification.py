@@ -1,10 +1,9 @@
 """Comparing the rewritten attention with the model's own, on ten tokens, unseen by the user's hooks."""
 
-import contextlib
-
 import torch
 
 from kvpatch.errors import VerificationError
+from kvpatch.hooks import silenced
 
 # Relative RMS of logits: what one more order of summation may cost in that precision.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-2}
@@ -14,10 +13,10 @@ TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 3e-2, tor
 def probe(model, keyword: str, cache) -> torch.Tensor:
     """Logits of eight prompt tokens and two decode steps, [3, V]."""
     tokens = torch.arange(1, 11, device=model.device)[None] % model.config.vocab_size
-    with _without_hooks(model):
+    with silenced(model):
         logits = []
         for block in (tokens[:, :8], tokens[:, 8:9], tokens[:, 9:10]):
-            # Asked for nothing more, transformers installs no hooks of its own into what `_without_hooks` puts away.
+            # Asked for nothing more, transformers installs no hooks of its own into what `silenced` puts away.
             output = model(
                 input_ids=block,
                 use_cache=True,
@@ -38,20 +37,3 @@ def compare(expected: torch.Tensor, got: torch.Tensor, model) -> None:
             f"the rewritten attention of {type(model).__name__} differs from its own by {error:.2g} (relative RMS of "
             f"logits, {allowed:.0e} allowed for {model.dtype}); the model has been left as it was"
         )
-
-
-@contextlib.contextmanager
-def _without_hooks(model):
-    """No forward hook of the user's sees the probe."""
-    silenced = []
-    try:
-        for module in model.modules():
-            for name in ("_forward_hooks", "_forward_pre_hooks"):
-                hooks = module.__dict__[name]
-                if hooks:
-                    silenced.append((module, name, hooks))
-                    module.__dict__[name] = type(hooks)()
-        yield
-    finally:
-        for module, name, hooks in silenced:
-            module.__dict__[name] = hooks

@@ -217,6 +217,24 @@ def test_hidden_states_come_from_the_host_loop(restored):
     torch.testing.assert_close(got.hidden_states[-1][-1], expected.hidden_states[-1][-1], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("beams", [1, 2])
+def test_hooks_that_an_earlier_call_made_transformers_install_do_not_disturb_compiled_steps(beams):
+    model, batch = llama(layers=2, dtype=torch.float32), left_padded(prompts((37, 5)))
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        model(**batch, output_attentions=True, output_hidden_states=True)
+    hooks = [list(module._forward_hooks) for module in model.modules()]
+    assert any(hooks)
+    expected = run(model, batch, num_beams=beams)
+    with kvpatch.patched(model, "full") as handle:
+        for _ in range(2):
+            assert torch.equal(run(model, batch, num_beams=beams), expected)
+        assert handle.stats.compiles == 2 and handle.stats.recompiles == 0
+        asked = run(model, batch, return_dict_in_generate=True, output_hidden_states=True, max_new_tokens=3)
+        assert len(asked.hidden_states) == 3 and len(asked.hidden_states[0]) == 3
+    assert [list(module._forward_hooks) for module in model.modules()] == hooks
+
+
 def test_embeddings_as_input_take_the_host_loop(restored):
     tokens = left_padded(prompts((37,)))["input_ids"]
     embedded = restored.get_input_embeddings()(tokens).detach()
