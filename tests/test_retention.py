@@ -1,9 +1,9 @@
 """What is held after every step equals the naive float64 simulator, over the axes."""
 
-import csv
 import itertools
 import os
 import random
+from pathlib import Path
 
 import pytest
 from allpairspy import AllPairs
@@ -11,6 +11,7 @@ from factories import EOS, VOCABULARY, Forced, Watcher, left_padded, llama, prom
 from oracle import Axes, Row
 
 import kvpatch
+from kvpatch.bench.record import append_rows
 
 AXES = {
     "scorer": ["attention", "vnorm", "entropy", "keydiff", "knorm", "recency", "random"],
@@ -148,6 +149,6 @@ def test_the_whole_product_of_the_axes_holds_what_the_simulator_holds(scorer):
     adopted = [compare(case, steps=steps) for case in cases]
     row_steps = len(cases) * (2 * steps + steps * 3 // 5)
     if os.environ.get("KVPATCH_RECORD"):  # a folder, for the committed record
-        with open(os.path.join(os.environ["KVPATCH_RECORD"], "retention_product.csv"), "a", newline="") as file:
-            csv.writer(file).writerow([scorer, len(cases), steps, row_steps, sum(adopted)])
+        row = {"scorer": scorer, "cases": len(cases), "steps": steps, "row_steps": row_steps, "adopted": sum(adopted)}
+        append_rows(Path(os.environ["KVPATCH_RECORD"]) / "retention_product.csv", [row])
     assert sum(adopted) <= row_steps / 1000
