@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from kvpatch import attention, moving, scoring, selection, slots
+from kvpatch import attention, moving, scoring, selection, slots, turns
 from kvpatch.budget import UNSET
 from kvpatch.cachelayer import SlotLayer, windows_of
 from kvpatch.policy import settle
@@ -104,8 +104,8 @@ class SlotCache(Cache):
     def begin_forward(self, query: int, mask: Tensor | None) -> None:
         """Decide what a forward over `query` tokens is: a block of a prompt, or a decode step."""
         if self.phase == "decode" and (query > 1 or self.expect_prompt):
-            self.check_turn(self.columns + query, mask)
-            self.reopen()
+            turns.check(self, self.columns + query, mask)
+            turns.reopen(self)
         if self.phase == "empty":
             self.phase = "prefill"
         elif query == 1 and not self.expect_prompt:
@@ -133,11 +133,11 @@ class SlotCache(Cache):
         end = self.stored + k.shape[2]
         if self.current is None:
             self._shape = slots.Shape.of(self.policy, len(self.layers), k)
-            self.current = self._buffers(k.shape[0], max(end, self._columns_expected()) + 1)
+            self.current = self._buffers(k.shape[0], max(end, self.columns_expected()) + 1)
         elif self.current.capacity <= end:
             self._grow(end + 1)
         self.current.add_layer(layer)
-        self._note_bytes()
+        self.note_bytes()
         keys, values = self.current.keys[layer], self.current.values[layer]
         keys[:, :, self.stored : end] = k
         values[:, :, self.stored : end] = v
@@ -154,7 +154,7 @@ class SlotCache(Cache):
         """A prompt will come to that many columns, pads included, in blocks of any length."""
         self.expect_prompt, self._columns = True, columns
 
-    def _columns_expected(self) -> int:
+    def columns_expected(self) -> int:
         return self._columns if self.expect_prompt else 0
 
     def _buffers(self, batch: int, needed: int) -> slots.Buffers:
@@ -167,14 +167,14 @@ class SlotCache(Cache):
             return kept
         if self.planned >= needed:  # nothing large will be cut: prefill straight into the slots
             self._kept = None
-            self._kept = self._allocate(batch, whole)
+            self._kept = self.allocate(batch, whole)
             return self._kept
-        return self._allocate(batch, needed)
+        return self.allocate(batch, needed)
 
-    def _allocate(self, batch: int, needed: int) -> slots.Buffers:
+    def allocate(self, batch: int, needed: int) -> slots.Buffers:
         return slots.Buffers(self._shape, batch, slots.round_up(needed))
 
-    def _note_bytes(self, *more: slots.Buffers) -> None:
+    def note_bytes(self, *more: slots.Buffers) -> None:
         self.stats.note_bytes(self._live_bytes(*more))
 
     def _live_bytes(self, *more: slots.Buffers) -> int:
@@ -193,7 +193,7 @@ class SlotCache(Cache):
         if not self.entries:
             lengths = [block] * batch if self.mask is None else row_lengths(self.mask[:, -block:], bool(self.before))
             self.plan(lengths, self.max_new_tokens)
-        valid = self._valid(block)
+        valid = turns.valid(self, block)
         self.mask, self.expect_prompt = None, False
         before = torch.tensor(self.before or [0] * batch, device=device)
         entries, prompt = torch.tensor(self.entries, device=device), torch.tensor(self.prompt, device=device)
@@ -207,85 +207,6 @@ class SlotCache(Cache):
         self.state = State(self.current, selection.Rows(*rows, prompt), entries, self.window)
         self.phase = "decode"
         self.stats.note_rows(self.prompt, self.entries, self.limits)
-
-    def _valid(self, block: int) -> Tensor:
-        """Which stored slots hold a token, of earlier turns or of the last `block` columns: [B, slots] bool."""
-        device, most = self._shape.device, max(self.before, default=0)
-        before = torch.tensor(self.before or [0] * self.current.batch, device=device)
-        earlier = torch.arange(most, device=device) < before[:, None]
-        own = torch.ones(self.current.batch, block, dtype=torch.bool, device=device)
-        if self.mask is not None:
-            own = self.mask[:, -block:].to(device, torch.bool)
-        return torch.cat((earlier, own), -1)
-
-    # ---- a later turn ------------------------------------------------------------------------------------------
-
-    def check_turn(self, columns: int, mask: Tensor | None) -> None:
-        """Whether a conversation of that many columns can go on from here; nothing is changed.
-
-        Args:
-            mask: [B, columns] of the whole conversation, or None.
-
-        Raises:
-            ValueError: if rows of this batch ended at different steps, the mask disagrees with what was read before or
-                is padded on the right, or the conversation is longer than a sliding window.
-        """
-        if not bool(self.state.active.all()):
-            raise ValueError(
-                "the rows of this SlotCache ended at different steps, so no later turn can follow; hold each "
-                "conversation in a cache of its own"
-            )
-        shortest = min(filter(None, self.windows), default=columns)
-        if columns > shortest:
-            raise ValueError(
-                f"a conversation of {columns} tokens is longer than this model's sliding window of {shortest}: a later "
-                "turn can't go on from a SlotCache there; reset() it and read the conversation whole"
-            )
-        read = [length + self.step for length in self.prompt]
-        marked = [self.columns] * len(read) if mask is None else mask[:, : self.columns].sum(-1).tolist()
-        if marked != read:
-            raise ValueError(
-                f"attention_mask marks {marked} tokens a row in the {self.columns} columns that the SlotCache has "
-                f"read, but {read} were read: pass the mask of the whole conversation, with the pads of its first turn"
-            )
-        if mask is not None:
-            row_lengths(mask[:, self.columns :], holes=True)
-
-    def reopen(self) -> None:
-        """A later turn's prompt comes: bring what is held to the first slots; the prompt is stored behind it."""
-        self._let_go()
-        source = self.current
-        held = self.state.held(int(self.state.length.max()))
-        self.before = held.sum(-1)[0, :, 0].tolist()
-        self.seen = [length + self.step for length in self.prompt]
-        most = max(self.before)
-        target, needed = source, most + self._columns_expected() + 1
-        if source.capacity < needed:
-            target = self._allocate(source.batch, needed)
-        order = moving.by_position(held, source.positions[..., : held.shape[-1]])[..., :most]
-        moving.cut(source, target, order, lambda: self._note_bytes(target))
-        self.current, self.state, self.phase, self.step, self.stored = target, None, "prefill", 0, most
-        self.prompt, self.entries, self.budgets, self.limits, self.planned = [], [], [], [], 0
-
-    def turn_inputs(self, query: int, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-        """What a block of a later turn's prompt attends to, as a mask added to the logits, and its positions.
-
-        Args:
-            query: tokens of the block, which `begin_forward` was told of.
-            dtype: of the mask.
-
-        Returns:
-            [B, 1, q, slots stored with the block's] and [B, q]; None for any other forward.
-        """
-        if not self.before or self.phase != "prefill":
-            return None
-        device, most, end = self._shape.device, max(self.before), self.stored + query
-        valid = self._valid(end - most)
-        causal = torch.ones(query, end, dtype=torch.bool, device=device).tril(self.stored)
-        allowed = valid[:, None, None] & causal
-        positions = torch.tensor(self.seen, device=device)[:, None] + (valid[:, most:].cumsum(-1) - 1).clamp_min(0)
-        zero = torch.zeros((), dtype=dtype, device=device)
-        return torch.where(allowed, zero, torch.finfo(dtype).min), positions[:, -query:]
 
     # ---- decode steps ------------------------------------------------------------------------------------------
 
@@ -326,7 +247,7 @@ class SlotCache(Cache):
 
     def _cut(self) -> None:
         """Cut every row to its budget, moving one layer at a time into the slots and freeing its prompt."""
-        self._let_go()
+        self.let_go()
         source, state = self.current, self.state
         n = state.ledger.index.shape[0]
         held = max(at_most(length + 1, limit) for length, limit in zip(self.entries, self.limits, strict=True))
@@ -339,15 +260,15 @@ class SlotCache(Cache):
             needed = max(self.planned, held + 1)
             if self._kept is None or self._kept.capacity < needed:
                 self._kept = None
-                self._kept = self._allocate(source.batch, needed)
+                self._kept = self.allocate(source.batch, needed)
             target = self._kept
-        moving.cut(source, target, selection.kept_order(keep, held), self._note_bytes)
+        moving.cut(source, target, selection.kept_order(keep, held), self.note_bytes)
         state.shorten(keep.sum(-1))
         self.current = target
-        self._note_bytes()
+        self.note_bytes()
         state.bind(target)
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
         """Hold no view of the buffers, so that a layer's memory is free as soon as it has moved."""
         self.before_move()
         if self.state is not None:
@@ -355,12 +276,12 @@ class SlotCache(Cache):
 
     def _grow(self, needed: int) -> None:
         """Move to buffers of at least `needed` slots, doubling, one layer at a time."""
-        self._let_go()
+        self.let_go()
         old = self.current
         limits = [limit for limit in self.limits if limit is not None]
         most = max(limits) + 1 if limits and len(limits) == len(self.limits) else 2 * old.capacity
-        new = self._allocate(old.batch, max(needed, min(2 * old.capacity, most)))
-        moving.move(old, new, lambda: self._note_bytes(new))
+        new = self.allocate(old.batch, max(needed, min(2 * old.capacity, most)))
+        moving.move(old, new, lambda: self.note_bytes(new))
         if self.phase == "decode":
             self._kept = new  # while a prompt is read, larger buffers are cut from, and the kept ones cut into
         self.current = new
@@ -410,13 +331,13 @@ class SlotCache(Cache):
     def reset(self) -> None:
         """Forget what is held; buffers that fit the next call are kept."""
         self._forget()
-        self._note_bytes()
+        self.note_bytes()
 
     def free(self) -> None:
         """Give all memory back."""
         self._forget()
         self._kept = None
-        self._note_bytes()
+        self.note_bytes()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns consumed: tokens seen, pads included."""

@@ -13,6 +13,7 @@ from transformers import StoppingCriteriaList, StopStringCriteria
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.configuration_utils import GenerationMode
 
+from kvpatch import turns
 from kvpatch.cache import SlotCache
 from kvpatch.cachelayer import windows_of
 from kvpatch.hooks import of_transformers, silenced
@@ -223,7 +224,7 @@ def _check_given(name: str, cache: SlotCache, call: dict, config, handle) -> Non
             "beam search leaves the rows of its last beams, not of what it returned); reset() the cache to start anew"
         )
     if cache.phase == "decode":
-        cache.check_turn(columns, mask)
+        turns.check(cache, columns, mask)
         if handle.model.config._attn_implementation not in ("sdpa", "eager"):
             raise ValueError(
                 f"attn_implementation={handle.model.config._attn_implementation!r}: a later turn over a SlotCache "
@@ -259,7 +260,7 @@ def _decode(handle, cache, input_ids, processors, criteria, config, model_kwargs
     check_positions(positions, [length + cache.step for length in cache.prompt] if first else [0] * batch, mask, first)
     if first:
         cache.expect(columns - first)
-        cache.reopen()
+        turns.reopen(cache)
     cache.plan(lengths, config.max_length - columns - 1)
     logits = read_prompt(
         model, handle.parts.base, handle.keyword, cache, input_ids, mask, positions, config.prefill_chunk_size

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from kvpatch import attention, generation, patches
+from kvpatch import attention, generation, patches, turns
 from kvpatch.budget import UNSET, Budget
 from kvpatch.cache import SlotCache
 from kvpatch.decoder import Decoder
@@ -213,7 +213,7 @@ def _base_forward(original, keyword: str):
                     cache.note_fed(tokens)
                     return BaseModelOutputWithPast(last_hidden_state=hidden, **{keyword: cache})
                 cache.begin_forward(query, mask)
-                turn = cache.turn_inputs(query, self.get_input_embeddings().weight.dtype)
+                turn = turns.inputs(cache, query, self.get_input_embeddings().weight.dtype)
                 if turn is not None:
                     _refuse_fused(self.config)
                     named = inputs.pop("kwargs", {}) | inputs
