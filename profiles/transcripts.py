@@ -3,7 +3,8 @@
     python profiles/transcripts.py            # all of them
     python profiles/transcripts.py list       # one
 
-A transcript stands between `<!-- transcript: NAME -->` and `<!-- end -->`.
+A transcript stands between `<!-- transcript: NAME -->` and `<!-- end -->`. Run it in an environment of the README's first
+command alone: some packages print lines of their own when transformers finds them.
 """
 
 import os
@@ -26,13 +27,17 @@ COMMANDS = {
 }
 
 
-def said(command: str) -> str:
-    """What a command prints, both streams together, as on a terminal of 110 columns without colours."""
+def said(command: str, errors: int = subprocess.STDOUT) -> str:
+    """What a command prints, both streams together, as on a terminal of 110 columns without colours.
+
+    Args:
+        errors: where standard error goes; subprocess.DEVNULL leaves it out.
+    """
     folder = str(Path(sys.executable).parent)
     environment = os.environ | {"COLUMNS": "110", "NO_COLOR": "1", "TERM": "dumb"}
     environment["PATH"] = folder + os.pathsep + environment["PATH"]
     done = subprocess.run(
-        ["bash", "-c", command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        ["bash", "-c", command], stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
     )
     if done.returncode:
         raise RuntimeError(f"{command} ended with {done.returncode}:\n{done.stdout}")
