@@ -3,8 +3,8 @@
     python profiles/transcripts.py            # all of them
     python profiles/transcripts.py list       # one
 
-A transcript stands between `<!-- transcript: NAME -->` and `<!-- end -->`. Run it in an environment of the README's first
-command alone: some packages print lines of their own when transformers finds them.
+A transcript stands between `<!-- transcript: NAME -->` and `<!-- end -->`. Run it in an environment of the README's
+first command alone: some packages print lines of their own when transformers finds them.
 """
 
 import os
