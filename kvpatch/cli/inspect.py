@@ -108,7 +108,7 @@ def doctor() -> None:
     from kvpatch import attention
 
     table = Table("what", "version", "for, or how to get it", title=f"kvpatch {kvpatch.__version__}")
-    table.add_row("Python", platform.python_version(), platform.platform())
+    table.add_row("Python", platform.python_version(), f"{platform.system()}, {platform.machine()}")
     for name, purpose, how in PACKAGES:
         try:
             table.add_row(name, importlib.metadata.version(name), purpose)
@@ -149,12 +149,12 @@ def _self_test() -> str | None:
         ids = torch.randint(3, 64, (1, 40))
         more = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
         expected = model.generate(ids, attention_mask=torch.ones_like(ids), **more)
-        with kvpatch.patched(model, "full"):
+        with kvpatch.patched(model, "inertia-lazy", budget=1.0) as handle:
             got = model.generate(ids, attention_mask=torch.ones_like(ids), **more)
-        if not torch.equal(got, expected):
-            return "without eviction a patched model gave other tokens than the unpatched one"
-        with kvpatch.patched(model, "inertia-lazy", budget=16) as handle:
-            model.generate(ids, attention_mask=torch.ones_like(ids), **more)
+            if not torch.equal(got, expected):
+                return "without eviction a patched model gave other tokens than the unpatched one"
+            small = kvpatch.SlotCache(model.config, "inertia-lazy", 16)  # the same compiled steps, and one that scores
+            model.generate(ids, attention_mask=torch.ones_like(ids), **more, **{handle.keyword: small})
             if handle.stats.held != 16 or handle.stats.recompiles:
                 return f"with a budget of 16 tokens: {handle.stats}"
     except Exception as error:
