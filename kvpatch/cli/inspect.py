@@ -122,7 +122,7 @@ def doctor() -> None:
     console.print(table)
     for name, why in attention.available().items():
         console.print(f"back end {name}: " + (f"[yellow]can't run[/], {escape(why)}" if why else "[green]runs[/]"))
-    with console.status("testing a tiny model"):
+    with console.status("testing a tiny model (the first time it compiles, later it takes some 3 s)"):
         started = time.perf_counter()
         trouble = _self_test()
         seconds = time.perf_counter() - started
