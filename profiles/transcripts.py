@@ -36,9 +36,7 @@ def said(command: str, errors: int = subprocess.STDOUT) -> str:
     folder = str(Path(sys.executable).parent)
     environment = os.environ | {"COLUMNS": "110", "NO_COLOR": "1", "TERM": "dumb"}
     environment["PATH"] = folder + os.pathsep + environment["PATH"]
-    done = subprocess.run(
-        ["bash", "-c", command], stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
-    )
+    done = subprocess.run(["bash", "-c", command], stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
     if done.returncode:
         raise RuntimeError(f"{command} ended with {done.returncode}:\n{done.stdout}")
     lines = [line.rstrip() for line in done.stdout.splitlines()]
