@@ -225,11 +225,7 @@ def _check_given(name: str, cache: SlotCache, call: dict, config, handle) -> Non
         )
     if cache.phase == "decode":
         turns.check(cache, columns, mask)
-        if handle.model.config._attn_implementation not in ("sdpa", "eager"):
-            raise ValueError(
-                f"attn_implementation={handle.model.config._attn_implementation!r}: a later turn over a SlotCache "
-                'needs a mask; load the model with attn_implementation="sdpa"'
-            )
+        turns.refuse_fused(handle.model.config)
 
 
 def _own_stop_strings(call: dict, config) -> None:

@@ -215,7 +215,7 @@ def _base_forward(original, keyword: str):
                 cache.begin_forward(query, mask)
                 turn = turns.inputs(cache, query, self.get_input_embeddings().weight.dtype)
                 if turn is not None:
-                    _refuse_fused(self.config)
+                    turns.refuse_fused(self.config)
                     named = inputs.pop("kwargs", {}) | inputs
                     named["attention_mask"], named["position_ids"] = turn
                     args, kwargs = (), named
@@ -228,11 +228,3 @@ def _base_forward(original, keyword: str):
         return output
 
     return forward
-
-
-def _refuse_fused(config) -> None:
-    if config._attn_implementation not in ("sdpa", "eager"):
-        raise ValueError(
-            f"attn_implementation={config._attn_implementation!r}: a later turn over a SlotCache needs a mask; load "
-            'the model with attn_implementation="sdpa"'
-        )

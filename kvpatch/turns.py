@@ -53,6 +53,19 @@ def check(cache, columns: int, mask: Tensor | None) -> None:
         row_lengths(mask[:, cache.columns :], holes=True)
 
 
+def refuse_fused(config) -> None:
+    """A later turn's prompt needs a mask of its own.
+
+    Raises:
+        ValueError: for an attention implementation that takes none.
+    """
+    if config._attn_implementation not in ("sdpa", "eager"):
+        raise ValueError(
+            f"attn_implementation={config._attn_implementation!r}: a later turn over a SlotCache needs a mask; load "
+            'the model with attn_implementation="sdpa"'
+        )
+
+
 def reopen(cache) -> None:
     """A later turn's prompt comes: bring what is held to the first slots; the prompt is stored behind it."""
     cache.let_go()

@@ -15,7 +15,7 @@ from kvpatch import scoring
 from kvpatch.bench import peers, report
 from kvpatch.bench.disturbance import Others
 from kvpatch.bench.record import append_rows, read_rows
-from kvpatch.bench.runner import Cell, run_cell
+from kvpatch.bench.runner import COLUMNS, Cell, run_cell
 from kvpatch.bench.variants import Workload, cache_bytes, parameter_bytes
 
 
@@ -55,6 +55,7 @@ def test_figures_add_up_and_bytes_are_those_of_the_tensors(base):
     assert cache_bytes(base, 1) == per_token
     assert rows["inertia"]["held"] == 20
     for name, row in rows.items():
+        assert list(row) == COLUMNS
         assert row["decode_tok_per_s"] == pytest.approx(2e3 / row["p50_ms"])
         assert row["whole_tok_per_s"] == pytest.approx(2 * row["new_tokens"] / row["whole_s"])
         assert row["prefill_tok_per_s"] == pytest.approx(2 * 60 / (row["first_token_ms"] / 1e3))

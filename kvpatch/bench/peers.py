@@ -2,7 +2,6 @@
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 import venv
@@ -93,9 +92,7 @@ class Guest:
     def warm_up(self, prompts: Tensor, work: Workload) -> None:
         """The first call; see whether the peer is slow enough to be measured over fewer steps."""
         self.ask(do="prompts", ids=prompts.tolist())
-        warm = self.call(min(work.warmup, work.steps))
-        slow = statistics.median(warm.steps[len(warm.steps) // 2 :]) > work.slow_over
-        self.tokens = min(work.slow_steps, work.steps) if slow else work.steps
+        self.tokens = work.tokens_for(self.call(min(work.warmup, work.steps)))
 
     def measure(self, prompts: Tensor, work: Workload) -> None:
         """One round."""
@@ -114,8 +111,8 @@ class Guest:
         """Bytes of its cache at the end of a call."""
         return self.cache_bytes
 
-    def variant(self, prompts: Tensor, work: Workload) -> "Guest":
-        """Itself, fresh for another cell; its peak of memory is that of its whole life."""
+    def fresh(self) -> "Guest":
+        """Itself, for another cell; its peak of memory is that of its whole life."""
         self.calls, self.others = [], Others(self.process.pid)
         return self
 

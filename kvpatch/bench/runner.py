@@ -102,7 +102,7 @@ def run_cell(
     prompts = prompts_of(cell, tokenizer, seed, base.device)
     variants = [Variant.over(base, name, budget, work.compile) for name, budget in named]
     stream = Stream(stream_gib, base.device)
-    everyone = [*variants, *(guest.variant(prompts, work) for guest in guests)]
+    everyone = [*variants, *(guest.fresh() for guest in guests)]
     where = f"batch {cell.batch}, prompt {cell.prompt:,}, {cell.dtype}"
     for variant in everyone:
         tick(f"{where}: {variant.name} warms up", 0)

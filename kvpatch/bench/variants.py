@@ -39,6 +39,11 @@ class Workload:
     warmup: int
     compile: bool = True
 
+    def tokens_for(self, warm: "Call") -> int:
+        """New tokens of a call, from how slow the first one was."""
+        slow = statistics.median(warm.steps[len(warm.steps) // 2 :]) > self.slow_over
+        return min(self.slow_steps, self.steps) if slow else self.steps
+
 
 @dataclass
 class Call:
@@ -59,7 +64,6 @@ class Variant:
     handle: kvpatch.Patch | None
     tokens: int = 0
     calls: list[Call] = field(default_factory=list)
-    warm: Call | None = None
     compiles: int = 0
     compile_seconds: float = 0.0
     timed_compiles: int = 0
@@ -82,10 +86,9 @@ class Variant:
     def warm_up(self, prompts: Tensor, work: Workload) -> None:
         """Compile, and see whether the variant is slow enough to be measured over fewer steps."""
         with CompileWatch() as watch:
-            self.warm = self.call(prompts, work, min(work.warmup, work.steps))
+            warm = self.call(prompts, work, min(work.warmup, work.steps))
         self.compiles, self.compile_seconds = watch.graphs, watch.seconds
-        slow = statistics.median(self.warm.steps[len(self.warm.steps) // 2 :]) > work.slow_over
-        self.tokens = min(work.slow_steps, work.steps) if slow else work.steps
+        self.tokens = work.tokens_for(warm)
         if not watch.graphs and (self.name == "static" or (self.handle is not None and self.handle.compile)):
             raise RuntimeError(f"{self.name} was not compiled")
         if self.name == "static" and "_compiled_call" not in vars(self.model):

@@ -71,6 +71,11 @@ def load(name: str, dtype: str, threads: int | None):
     return model.eval(), AutoTokenizer.from_pretrained(name)
 
 
+def pad_of(tokenizer) -> int | None:
+    """The token that rows are padded with."""
+    return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+
+
 def read_text(text: str | None, file: str | None) -> str:
     """The prompt from --prompt, a file, or standard input for "-"."""
     if (text is None) == (file is None):

@@ -97,7 +97,6 @@ def chat(
             handle = kvpatch.patch(loaded, policy, compile=compile, **limit)
         cache, conversation, cost = kvpatch.SlotCache(loaded.config, policy, **limit), Conversation(tokenizer), None
         console.print(f"{handle!r}. {HELP}", style="dim", highlight=False)
-        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
         for question in _questions(console):
             if question == "/quit":
@@ -118,7 +117,7 @@ def chat(
                     ids,
                     attention_mask=torch.ones_like(ids),
                     max_new_tokens=max_new_tokens,
-                    pad_token_id=pad,
+                    pad_token_id=_shared.pad_of(tokenizer),
                     streamer=streamed,
                     **sampling,
                     **{handle.keyword: cache},

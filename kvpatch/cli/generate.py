@@ -69,7 +69,7 @@ def generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=max_new_tokens,
-                pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+                pad_token_id=_shared.pad_of(tokenizer),
                 streamer=streamed,
                 **sampling,
             )
