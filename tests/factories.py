@@ -3,9 +3,12 @@
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessor
 
+import kvpatch
+
 VOCABULARY = 97
 EOS = 1
 PAD = 0
+BUDGET = 8
 
 
 def llama(query_groups: int = 2, kv_heads: int = 2, layers: int = 3, seed: int = 0, dtype=torch.float64, **config):
@@ -82,6 +85,11 @@ def run(model, batch: dict | None = None, **more):
     """Greedy generation that no EOS ends, unless `more` says otherwise; two padded rows if no batch is given."""
     settings = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": PAD}
     return model.generate(**{**(batch or left_padded(prompts((20, 9)))), **settings, **more})
+
+
+def patch(model, policy="inertia", **more) -> kvpatch.Patch:
+    """Patched at `BUDGET` tokens, uncompiled, unless `more` says otherwise."""
+    return kvpatch.patch(model, policy, **({"budget": BUDGET, "compile": False} | more))
 
 
 class Forced(LogitsProcessor):

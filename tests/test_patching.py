@@ -11,7 +11,7 @@ import types
 
 import pytest
 import torch
-from factories import assert_restored, left_padded, llama, prompts, snapshot
+from factories import BUDGET, assert_restored, left_padded, llama, patch, prompts, snapshot
 from factories import run as run_longer
 from transformers import (
     DynamicCache,
@@ -19,12 +19,7 @@ from transformers import (
 
 import kvpatch
 
-BUDGET = 8
 run = functools.partial(run_longer, max_new_tokens=12)
-
-
-def patch(model, policy="inertia", **more):
-    return kvpatch.patch(model, policy, **({"budget": BUDGET, "compile": False} | more))
 
 
 def outcome(model) -> list:
@@ -35,24 +30,6 @@ def outcome(model) -> list:
 
 def same(first: list, second: list) -> bool:
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-@pytest.fixture
-def model():
-    return llama(layers=2)
-
-
-@pytest.fixture(scope="module")
-def shared():
-    """For tests that only read, or are refused."""
-    return llama(layers=2)
-
-
-@pytest.fixture
-def restored(shared):
-    yield shared
-    kvpatch.unpatch(shared)
-    shared.eval()
 
 
 # ---- there and back ----------------------------------------------------------------------------------------

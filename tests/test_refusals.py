@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from factories import assert_restored, left_padded, llama, prompts, snapshot
+from factories import BUDGET, assert_restored, left_padded, llama, patch, prompts, snapshot
 from factories import run as run_longer
 from transformers import (
     GPT2Config,
@@ -20,30 +20,7 @@ from transformers import (
 
 import kvpatch
 
-BUDGET = 8
 run = functools.partial(run_longer, max_new_tokens=12)
-
-
-def patch(model, policy="inertia", **more):
-    return kvpatch.patch(model, policy, **({"budget": BUDGET, "compile": False} | more))
-
-
-@pytest.fixture
-def model():
-    return llama(layers=2)
-
-
-@pytest.fixture(scope="module")
-def shared():
-    """For tests that only read, or are refused."""
-    return llama(layers=2)
-
-
-@pytest.fixture
-def restored(shared):
-    yield shared
-    kvpatch.unpatch(shared)
-    shared.eval()
 
 
 def tiny_t5():

@@ -6,21 +6,12 @@ import types
 
 import pytest
 import torch
-from factories import PAD, left_padded, llama, prompts
+from factories import PAD, left_padded, llama, patch, prompts
 from factories import run as run_longer
 
 import kvpatch
 
 run = functools.partial(run_longer, max_new_tokens=12)
-
-
-def patch(model, policy="inertia", **more):
-    return kvpatch.patch(model, policy, **({"budget": 8, "compile": False} | more))
-
-
-@pytest.fixture
-def model():
-    return llama(layers=2)
 
 
 def test_a_call_after_one_in_inference_mode_works(model):
