@@ -63,7 +63,7 @@ def entropy(scene: Scene) -> Tensor:
     """The attention score times the layer's entropy: that of the head-mean attention, over log(number held)."""
     mean = scene.weights.mean((1, 2))
     total = -torch.special.xlogy(mean, mean).sum(-1)
-    held = scene.valid[:, 0].sum(-1).to(total.dtype)
+    held = scene.valid[:, 0].sum(-1).clamp_min(2).to(total.dtype)  # one alone has entropy 0 over anything
     return attention(scene) * (total / held.log())[:, None, None]
 
 

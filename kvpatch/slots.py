@@ -25,6 +25,7 @@ class LayerSlots(NamedTuple):
 
     keys, values: [B, G, C, D].   utility: [Q, B, Gc, C] (the coupling's own accumulator).
     positions: [B, Gc, C] int64.   free, length: [B, Gc] int64.   newest: [B] int64, position of the new token.
+    active: [B] bool, False for rows that are done: they leave no trace but in their free slot.
     index: [n] int64, 0..n-1.
     attend: (slots, q [B, H, 1, D], k, v [B, G, 1, D], scale) -> output [B, 1, H, D].
     """
@@ -36,8 +37,15 @@ class LayerSlots(NamedTuple):
     free: Tensor
     length: Tensor
     newest: Tensor
+    active: Tensor
     index: Tensor
     attend: Callable
+
+
+def layer_rule(policy: Policy) -> str:
+    """How one layer's score enters the utility: with one update a step the layers only add up, and `finish` applies the
+    policy's own rule to their mean."""
+    return "cumulative" if policy.coupling == "uniform" else policy.aggregation
 
 
 @functools.cache  # compiled code is guarded by this function's identity
@@ -48,34 +56,60 @@ def make_attend(
 
     A layer with a sliding `window` meets only the newest `window` positions; what is held beyond has weight 0 there.
     """
-    # With one update a step the layers only add up; `finish` applies the policy's own rule to their mean.
-    rule = "cumulative" if policy.coupling == "uniform" else policy.aggregation
-    shared_heads = policy.coupling != "per_head"
 
     def attend(slots: LayerSlots, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        batch, groups = k.shape[:2]
         n = slots.index.shape[0]
-        rows = torch.arange(batch, device=k.device)[:, None]
-        heads = torch.arange(groups, device=k.device)[None]
-        # index_put, not scatter_: inductor clones the whole buffer for the latter.
-        slots.keys[rows, heads, slots.free] = k[:, :, 0]
-        slots.values[rows, heads, slots.free] = v[:, :, 0]
-        keys, values = slots.keys[:, :, :n], slots.values[:, :, :n]
-        held = slots.index < slots.length[..., None]
-        positions = slots.positions[..., :n]
-        valid = held if window is None else held & (positions > slots.newest[:, None, None] - window)
-        output, weights = decode(q, keys, values, valid, scale)
+        write(slots, k, v)
+        output, weights = decode(q, slots.keys[:, :, :n], slots.values[:, :, :n], valid_slots(slots, window), scale)
         if scores:
-            scene = scoring.Scene(weights, keys, values, positions, valid, policy.head_pool, policy.seed)
-            score = scorer.score(scene).expand(batch, groups, n)
-            if shared_heads:
-                score = scoring.pool(score, policy.head_pool if scorer.uses_attention else "mean", 1)
-            utility = slots.utility[0, :, :, :n]
-            new = aggregation.aggregate(utility, score, rule, policy.alpha)
-            slots.utility[0, :, :, :n] = torch.where(held, new, utility)
+            score(slots, policy, scorer, weights, window)
         return output
 
     return attend
+
+
+def write(slots: LayerSlots, k: Tensor, v: Tensor) -> None:
+    """Put the new token's k and v [B, G, 1, D] into the free slot of every row. Mutates keys and values."""
+    rows = torch.arange(k.shape[0], device=k.device)[:, None]
+    heads = torch.arange(k.shape[1], device=k.device)[None]
+    # index_put, not scatter_: inductor clones the whole buffer for the latter.
+    slots.keys[rows, heads, slots.free] = k[:, :, 0]
+    slots.values[rows, heads, slots.free] = v[:, :, 0]
+
+
+def valid_slots(slots: LayerSlots, window: int | None) -> Tensor:
+    """Which slots the layer meets: [B, Gc, n] bool."""
+    held = slots.index < slots.length[..., None]
+    if window is None:
+        return held
+    return held & (slots.positions[..., : slots.index.shape[0]] > slots.newest[:, None, None] - window)
+
+
+def score(slots: LayerSlots, policy: Policy, scorer: scoring.Scorer, weights: Tensor, window: int | None) -> None:
+    """Let one layer's score into the utility of what active rows hold. Mutates the utility.
+
+    Args:
+        weights: [B, G, R, n] attention of the newest query, 0 outside the valid slots; for a scorer that does not use
+            it, any tensor of the dtype to score in.
+    """
+    batch, groups = slots.keys.shape[:2]
+    n = slots.index.shape[0]
+    scene = scoring.Scene(
+        weights,
+        slots.keys[:, :, :n],
+        slots.values[:, :, :n],
+        slots.positions[..., :n],
+        valid_slots(slots, window),
+        policy.head_pool,
+        policy.seed,
+    )
+    found = scorer.score(scene).expand(batch, groups, n)
+    if policy.coupling != "per_head":
+        found = scoring.pool(found, policy.head_pool if scorer.uses_attention else "mean", 1)
+    utility = slots.utility[0, :, :, :n]
+    new = aggregation.aggregate(utility, found, layer_rule(policy), policy.alpha)
+    counts = (slots.index < slots.length[..., None]) & slots.active[:, None, None]
+    slots.utility[0, :, :, :n] = torch.where(counts, new, utility)
 
 
 class Ledger(NamedTuple):
@@ -100,9 +134,12 @@ class Ledger(NamedTuple):
 
 
 def begin(ledger: Ledger, policy: Policy) -> None:
-    """Admit the new token: its slot, its position, its first utility. Mutates utility, positions, length, newest."""
+    """Admit the new token: its slot, its position, its first utility. Mutates utility, positions, length, newest.
+
+    A row that is done stays where it is: what is fed for it is not one of its tokens.
+    """
     n = ledger.index.shape[0]
-    ledger.newest.add_(1)
+    ledger.newest.add_(ledger.active)
     free = ledger.free[..., None]
     ledger.positions.scatter_(-1, free, ledger.newest[None, :, None, None].expand_as(free))
     if policy.evicts:
@@ -113,7 +150,7 @@ def begin(ledger: Ledger, policy: Policy) -> None:
         else:
             start = torch.zeros_like(utility[..., :1])
         ledger.utility.scatter_(-1, free.expand_as(start), start)
-    torch.maximum(ledger.length, ledger.free + 1, out=ledger.length)
+    torch.maximum(ledger.length, (ledger.free + 1) * ledger.active[None, :, None], out=ledger.length)
 
 
 def finish(ledger: Ledger, policy: Policy, scored: int) -> None:
@@ -125,7 +162,8 @@ def finish(ledger: Ledger, policy: Policy, scored: int) -> None:
     n = ledger.index.shape[0]
     if scored and policy.coupling == "uniform":
         utility, mean = ledger.utility[..., :n], ledger.pending[..., :n] / scored
-        ledger.utility[..., :n] = aggregation.aggregate(utility, mean, policy.aggregation, policy.alpha)
+        new = aggregation.aggregate(utility, mean, policy.aggregation, policy.alpha)
+        ledger.utility[..., :n] = torch.where(ledger.active[None, None, :, None, None], new, utility)
         ledger.pending.zero_()
     following, positions = ledger.length, ledger.positions[..., :n]
     held = ledger.index < ledger.length[..., None]
@@ -142,8 +180,46 @@ def finish(ledger: Ledger, policy: Policy, scored: int) -> None:
     ledger.free.copy_(torch.where(ledger.active[None, :, None], following, ledger.free))
 
 
+class Books(NamedTuple):
+    """What is known per row; it lives as long as its buffers, so that captured graphs find it again.
+
+    free, length: [Lc, B, Gc] int64.   newest: [B] int64.   active: [B] bool.   rows: per-row limits, each [B] int64.
+    """
+
+    free: Tensor
+    length: Tensor
+    newest: Tensor
+    active: Tensor
+    rows: selection.Rows
+
+    @classmethod
+    def of(cls, shape: "Shape", batch: int) -> "Books":
+        """Books of rows that hold nothing."""
+        lead = (shape.ranked_layers, batch, shape.ranked_heads)
+        per_row = {"dtype": torch.int64, "device": shape.device}
+        return cls(
+            torch.zeros(lead, **per_row),
+            torch.zeros(lead, **per_row),
+            torch.zeros(batch, **per_row),
+            torch.ones(batch, dtype=torch.bool, device=shape.device),
+            selection.Rows(*(torch.zeros(batch, **per_row) for _ in selection.Rows._fields)),
+        )
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All of them."""
+        yield from self[:4]
+        yield from self.rows
+
+    def take(self, other: "Books") -> None:
+        """Become equal to the other's."""
+        for own, theirs in zip(self.tensors(), other.tensors(), strict=True):
+            own.copy_(theirs)
+
+
 class Buffers:
     """Keys, values and per-slot bookkeeping of one capacity.
+
+    index: [C] int64, 0..C-1.   books: as `Books`.
 
     keys, values: per layer [B, G, C, D], None before `add_layer` and after `drop_layer`, so that a move from one
         capacity to another holds both for one layer at a time only.
@@ -160,6 +236,8 @@ class Buffers:
         self.positions = torch.zeros(*lead, capacity, dtype=torch.int64, device=shape.device)
         uniform = capacity if shape.uniform else 0
         self.pending = torch.zeros(1, 1, batch, 1, uniform, dtype=accumulated, device=shape.device)
+        self.index = torch.arange(capacity, device=shape.device)
+        self.books = Books.of(shape, batch)
 
     def add_layer(self, layer: int) -> None:
         """Allocate one layer, unless it is there."""
@@ -201,15 +279,20 @@ class Shape(NamedTuple):
     @classmethod
     def of(cls, policy: Policy, layers: int, k: Tensor) -> "Shape":
         """The shape for keys like k [B, G, q, D] under a policy."""
+        return cls.at(policy, layers, k.shape[1], k.shape[3], k.dtype, k.device)
+
+    @classmethod
+    def at(cls, policy: Policy, layers: int, kv_heads: int, head_dim: int, dtype, device) -> "Shape":
+        """The shape under a policy."""
         own_layers = policy.coupling in ("per_layer", "per_head")
         return cls(
             layers=layers,
-            kv_heads=k.shape[1],
-            head_dim=k.shape[3],
-            dtype=k.dtype,
-            device=k.device,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            dtype=dtype,
+            device=device,
             ranked_layers=layers if own_layers else 1,
-            ranked_heads=k.shape[1] if policy.coupling == "per_head" else 1,
+            ranked_heads=kv_heads if policy.coupling == "per_head" else 1,
             uniform=policy.coupling == "uniform",
         )
 

@@ -3,7 +3,6 @@
 Pure tensor code; shapes as in `kvpatch.slots`.
 """
 
-import torch
 from torch import Tensor
 
 from kvpatch import slots
@@ -14,8 +13,8 @@ class State:
     """Bookkeeping of a batch from the end of its prompt on.
 
     Args:
-        buffers: hold `entries` tokens a row in their first slots.
-        rows: per-row limits; `rows.prompt` counts all tokens that the row has seen.
+        buffers: hold `entries` tokens a row in their first slots; their books are opened.
+        rows: per-row limits, copied; `rows.prompt` counts all tokens that the row has seen.
         entries: [B] int64, tokens held; those of an earlier turn may be gone.
         window: sliding window that every layer has, else None.
 
@@ -25,27 +24,36 @@ class State:
     """
 
     def __init__(self, buffers: slots.Buffers, rows: Rows, entries: Tensor, window: int | None):
-        self.rows, self.entries, self.window = rows, entries, window
-        shape = buffers.shape
-        lead = (shape.ranked_layers, buffers.batch, shape.ranked_heads)
-        self.free = entries[None, :, None].expand(lead).clone()
-        self.length = self.free.clone()
-        self.newest = rows.prompt - 1
-        self.active = torch.ones(buffers.batch, dtype=torch.bool, device=entries.device)
+        self.entries, self.window = entries, window
+        books = buffers.books
+        for own, given in zip(books.rows, rows, strict=True):
+            own.copy_(given)
+        books.free.copy_(entries[None, :, None].expand_as(books.free))
+        books.length.copy_(books.free)
+        books.newest.copy_(rows.prompt - 1)
+        books.active.fill_(True)
+        self._keep(books)
         self.bind(buffers)
 
+    def _keep(self, books: slots.Books) -> None:
+        self._books = books
+        self.free, self.length, self.newest, self.active, self.rows = books
+
     def bind(self, buffers: slots.Buffers) -> None:
-        """Make the views of these buffers that steps use."""
+        """Make the views of these buffers that steps use, and go on in their books."""
+        if buffers.books is not self._books:
+            buffers.books.take(self._books)
+            self._keep(buffers.books)
         shape, several = buffers.shape, buffers.batch > 1
         target = buffers.pending if shape.uniform else buffers.utility
-        self._index = torch.arange(buffers.capacity, device=shape.device)
+        self._index = buffers.index
         self.views = []
         for layer in range(shape.layers):
             own = layer if shape.ranked_layers > 1 else 0
             slotted = (buffers.keys[layer], buffers.values[layer], target[:, own], buffers.positions[own])
             for tensor, slots_at, rows_at in zip(slotted, (2, 2, 3, 2), (0, 0, 1, 0), strict=True):
                 slots.mark_dynamic(tensor, slots_at, rows_at if several else None)
-            self.views.append((*slotted, self.free[own], self.length[own], self.newest))
+            self.views.append((*slotted, self.free[own], self.length[own], self.newest, self.active))
             for tensor in self.views[-1][4:6]:
                 slots.mark_dynamic(tensor, None, 0 if several else None)
         for tensor in (self.newest, self.active, *self.rows):

@@ -1,7 +1,14 @@
 """Settings of the whole test run, and the small models that several files patch."""
 
+import os
+
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    # Triton decides on its first import whether kernels are compiled for a GPU or run in its interpreter.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from factories import llama
 
 import kvpatch
@@ -27,3 +34,12 @@ def restored(shared):
     yield shared
     kvpatch.unpatch(shared)
     shared.eval()
+
+
+@pytest.fixture(scope="module")
+def poisoned():
+    """What torch hands out without writing to it is NaN, so that an element that nothing has written shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(8).isnan().all() and torch.zeros(1).new_empty(8).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -53,6 +53,9 @@ def make(case: dict, dtype, garbage: bool = True):
     return q, keys[:, :, :n], values[:, :, :n], valid, width**-0.5
 
 
+SITE = attention.Site(torch.device("cpu"), torch.float32, 4, 64)
+
+
 def rms(tensor) -> float:
     return tensor.double().square().mean().sqrt().item()
 
@@ -154,22 +157,32 @@ def test_keys_in_a_larger_buffer_are_read_where_they_lie():
 
 def test_an_unknown_backend_is_refused_with_the_names_there_are():
     with pytest.raises(ValueError, match="'fused'") as caught:
-        attention.choose("fused")
+        attention.choose("fused", SITE)
     for name in ("backend", "auto", "packed", "reference", "triton", "flash"):
         assert name in str(caught.value)
     assert not isinstance(caught.value, BackendError)
 
 
-@pytest.mark.parametrize("backend", ["triton", "flash"])
-def test_a_backend_that_cannot_run_says_so_and_what_can(backend):
-    with pytest.raises(BackendError, match=backend) as caught:
-        attention.choose(backend)
-    assert "packed" in str(caught.value)
+@pytest.mark.parametrize(
+    ("backend", "change", "reason"),
+    [
+        ("flash", {}, "GPU"),
+        ("triton", {"dtype": torch.float64}, "float64"),
+        ("triton", {"queries": 17}, "17 queries"),
+        ("triton", {"width": 264}, "head size is 264"),
+        ("triton", {"width": 20}, "head size is 20"),
+        ("triton", {"device": torch.device("meta")}, "'meta'"),
+    ],
+)
+def test_a_backend_that_cannot_run_says_why_and_what_can(backend, change, reason):
+    with pytest.raises(BackendError, match=f"backend='{backend}'") as caught:
+        attention.choose(backend, SITE._replace(**change))
+    assert reason in str(caught.value) and "packed" in str(caught.value)
     assert isinstance(caught.value, KVPatchError) and isinstance(caught.value, ValueError)
 
 
 @pytest.mark.parametrize("backend", ["auto", "packed", "reference"])
 def test_a_backend_that_runs_is_named_with_its_reason(backend):
-    name, why = attention.choose(backend)
-    assert name == (backend if backend != "auto" else name) and why
-    assert callable(attention.decode_function(name))
+    name, why = attention.choose(backend, SITE)
+    assert name == ("packed" if backend == "auto" else backend) and why
+    assert callable(attention.PLAIN[name])

@@ -85,6 +85,14 @@ def test_vnorm_weighs_attention_by_the_values_norm_over_the_held_mean(scene):
     check(scene, "vnorm", naive)
 
 
+def test_a_lone_slot_has_entropy_zero_and_no_nan():
+    one = torch.ones(1, 1, 2, 1)
+    alone = scoring.Scene(
+        one, one[:, :, 0, None], one[:, :, 0, None], torch.zeros(1, 1, 1), torch.ones(1, 1, 1, dtype=bool), "mean", 0
+    )
+    assert scoring.scorer("entropy").score(alone).tolist() == [[[0.0]]]
+
+
 @DRAWS
 @given(scenes(shared=True))
 def test_entropy_scales_attention_by_the_layers_normalised_entropy(scene):

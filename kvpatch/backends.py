@@ -1,0 +1,178 @@
+"""What each attention back end runs at a decode step: a layer's attention, and the ledger's two ends.
+
+Pure tensor code; shapes as in `kvpatch.slots`.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvpatch import attention, scoring, selection, slots
+from kvpatch.policy import Policy
+
+
+class Backend(NamedTuple):
+    """One back end.
+
+    attend: (policy, scorer, scores, window) -> the function for `LayerSlots.attend`, one object per arguments.
+    begin: (ledger, policy), as `slots.begin`.   finish: (ledger, policy, scored), as `slots.finish`.
+    """
+
+    name: str
+    attend: Callable
+    begin: Callable
+    finish: Callable
+
+
+@functools.cache
+def backend(name: str, site: attention.Site) -> Backend:
+    """The back end of that name, which `attention.choose` found to run there."""
+    if name in attention.PLAIN:
+        decode = attention.PLAIN[name]
+
+        def attend(policy, scorer, scores, window):
+            return slots.make_attend(policy, scorer, decode, scores, window)
+
+        return Backend(name, attend, slots.begin, slots.finish)
+    if name == "triton":
+        return Backend(name, _fused, _begin, _finish)
+    capability = torch.cuda.get_device_capability(site.device) if site.device.type == "cuda" else None
+    which = attention.flash.version(capability)
+
+    def flash_attend(policy, scorer, scores, window):
+        return _flash(policy, scorer, scores, which)  # `attention.choose` lets no window come here
+
+    return Backend(name, flash_attend, _begin, _finish)
+
+
+# Scorers that kernels compute; another function under the same name is not one of them.
+_KERNELS = {scoring.attention: "attention", scoring.vnorm: "vnorm", scoring.entropy: "entropy"}
+
+
+def _score(of_layer: slots.LayerSlots, policy: Policy, scorer: scoring.Scorer, weights: Tensor | None, window) -> None:
+    """Let a scorer that no kernel computes into the utility, which is mutated; weights for those that use attention."""
+    if weights is None:
+        weights = torch.empty(0, dtype=torch.float32, device=of_layer.keys.device)
+    slots.score(of_layer, policy, scorer, weights, window)
+
+
+@functools.cache
+def _fused(policy: Policy, scorer: scoring.Scorer, scores: bool, window: int | None) -> Callable:
+    from kvpatch.attention import triton
+
+    inside = _KERNELS.get(scorer.score, "") if scores else ""
+    by_torch = scores and not inside
+
+    def attend(of_layer: slots.LayerSlots, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        n = of_layer.index.shape[0]
+        places = (of_layer.positions, of_layer.free, of_layer.length, of_layer.newest, of_layer.active)
+        if by_torch and scorer.uses_attention:
+            output, weights = triton.attend_weights(
+                q, k, v, of_layer.keys, of_layer.values, *places, n, scale, window or 0
+            )
+        else:
+            weights = None
+            output = triton.attend(
+                q,
+                k,
+                v,
+                of_layer.keys,
+                of_layer.values,
+                of_layer.utility,
+                *places,
+                n,
+                scale,
+                window or 0,
+                inside,
+                policy.head_pool,
+                slots.layer_rule(policy),
+                float(policy.alpha),
+            )
+        if by_torch:
+            _score(of_layer, policy, scorer, weights, window)
+        return output
+
+    return attend
+
+
+@functools.cache
+def _flash(policy: Policy, scorer: scoring.Scorer, scores: bool, which: int) -> Callable:
+    from kvpatch.attention import flash, triton
+
+    inside = scores and scorer.score is scoring.attention
+
+    def attend(of_layer: slots.LayerSlots, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        n = of_layer.index.shape[0]
+        slots.write(of_layer, k, v)
+        output, lse = flash.decode(q, of_layer.keys, of_layer.values, of_layer.length.amax(-1), scale, which)
+        if inside:
+            triton.pooled(
+                q,
+                of_layer.keys,
+                lse,
+                of_layer.length,
+                of_layer.active,
+                of_layer.utility,
+                n,
+                scale,
+                policy.head_pool,
+                slots.layer_rule(policy),
+                float(policy.alpha),
+            )
+        elif scores:
+            weights = _weights(q, of_layer, lse, n, scale) if scorer.uses_attention else None
+            _score(of_layer, policy, scorer, weights, None)
+        return output
+
+    return attend
+
+
+def _weights(q: Tensor, of_layer: slots.LayerSlots, lse: Tensor, n: int, scale: float) -> Tensor:
+    """Attention weights [B, G, R, n] float32 from the natural log-sum-exp [B, H, 1]; 0 where nothing is held."""
+    batch, heads = q.shape[:2]
+    groups = of_layer.keys.shape[1]
+    packed = q.view(batch, groups, heads // groups, -1)
+    logits = torch.matmul(packed, of_layer.keys[:, :, :n].transpose(-1, -2)).float() * scale
+    held = (of_layer.index < of_layer.length[..., None]).unsqueeze(2)
+    return torch.where(held, torch.exp(logits - lse.view(batch, groups, -1, 1)), 0.0)
+
+
+def _begin(ledger: slots.Ledger, policy: Policy) -> None:
+    from kvpatch.attention import triton
+
+    ledger.newest.add_(ledger.active)
+    triton.admit(
+        ledger.utility,
+        ledger.positions,
+        ledger.free,
+        ledger.length,
+        ledger.newest,
+        ledger.active,
+        policy.evicts,
+        policy.new_token == "mean",
+    )
+
+
+def _finish(ledger: slots.Ledger, policy: Policy, scored: int) -> None:
+    from kvpatch.attention import triton
+
+    triton.choose(
+        ledger.utility,
+        ledger.pending,
+        ledger.positions,
+        ledger.free,
+        ledger.length,
+        ledger.newest,
+        ledger.active,
+        list(ledger.rows),
+        policy.evicts,
+        bool(policy.sinks or policy.recent or policy.reserve),
+        scored if policy.coupling == "uniform" else 0,
+        policy.aggregation,
+        float(policy.alpha),
+        selection.TIE,
+        ledger.window or 0,
+    )
