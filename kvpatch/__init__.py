@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvpatch.budget import Budget
     from kvpatch.cache import SlotCache
-    from kvpatch.errors import BackendError, KVPatchError, UnsupportedModelError, VerificationError
+    from kvpatch.errors import BackendError, CaptureError, KVPatchError, UnsupportedModelError, VerificationError
     from kvpatch.patching import Patch, explain, patch, patched, unpatch
     from kvpatch.policy import Policy, list_policies
     from kvpatch.scoring import Scene, list_scorers, register_scorer
@@ -15,7 +15,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "kvpatch.budget": ("Budget",),
     "kvpatch.cache": ("SlotCache",),
-    "kvpatch.errors": ("BackendError", "KVPatchError", "UnsupportedModelError", "VerificationError"),
+    "kvpatch.errors": ("BackendError", "CaptureError", "KVPatchError", "UnsupportedModelError", "VerificationError"),
     "kvpatch.patching": ("Patch", "explain", "patch", "patched", "unpatch"),
     "kvpatch.policy": ("Policy", "list_policies"),
     "kvpatch.scoring": ("Scene", "list_scorers", "register_scorer"),
@@ -24,6 +24,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "BackendError",
     "Budget",
+    "CaptureError",
     "KVPatchError",
     "Patch",
     "Policy",

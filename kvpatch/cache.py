@@ -1,10 +1,13 @@
 """SlotCache: the transformers face of the slots, and the host's bookkeeping of one generation."""
 
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from kvpatch import attention, moving, scoring, selection, slots, turns
+from kvpatch import attention, backends, moving, scoring, selection, slots, turns
 from kvpatch.budget import UNSET
 from kvpatch.cachelayer import SlotLayer, windows_of
 from kvpatch.policy import settle
@@ -36,7 +39,8 @@ class SlotCache(Cache):
 
     def __init__(self, config, policy="inertia-lazy", budget=UNSET, max_new_tokens=None, *, backend="auto", **fields):
         self.policy, self.budget = settle(policy, budget, fields)
-        decode = attention.decode_function(attention.choose(backend)[0])
+        attention.check_name(backend)
+        self._asked, self.backend, self.site = backend, None, None
         text = config.get_text_config(decoder=True)
         super().__init__(layers=[SlotLayer(self, index) for index in range(text.num_hidden_layers)])
         self.max_new_tokens = max_new_tokens
@@ -44,15 +48,14 @@ class SlotCache(Cache):
         self.scoring_layers = self.policy.scoring_layers(len(self.layers))
         self.windows = windows_of(text)
         self.window = self.windows[0] if len(set(self.windows)) == 1 else None  # that of every layer
-        scorer = scoring.scorer(self.policy.scorer)
-        self.attends = {
-            (scores, window): slots.make_attend(self.policy, scorer, decode, scores, window)
-            for scores in (False, True)
-            for window in dict.fromkeys(self.windows)
-        }
+        self._scorer = scoring.scorer(self.policy.scorer)
+        self._heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        self._queries = text.num_attention_heads // self._heads
+        self.attends: dict[tuple, Callable] = {}  # (whether a step scores, a layer's window) -> its attention
         self._kept: slots.Buffers | None = None
         self.stepper = None  # runs decode steps in place of the base model's forward, in transformers' own loop
         self.before_move = _nothing  # called before buffers are moved or given back: let go of them
+        self.before_drop = _nothing  # called before buffers that steps ran over are given back for good
         self._forget()
 
     def _forget(self) -> None:
@@ -74,6 +77,23 @@ class SlotCache(Cache):
         self.mask: Tensor | None = None
         self.current: slots.Buffers | None = None
         self.state: State | None = None
+
+    def settle(self, device: torch.device, dtype: torch.dtype, width: int) -> None:
+        """Choose the back end for a model of that device, dtype and head size; while nothing is held.
+
+        Raises:
+            BackendError: if the one that was asked for can't run there.
+        """
+        site = attention.Site(device, dtype, self._queries, width, any(self.windows))
+        if site == self.site:
+            return
+        name, _ = attention.choose(self._asked, site)
+        self.site, self.backend = site, backends.backend(name, site)
+        self.attends = {
+            (scores, window): self.backend.attend(self.policy, self._scorer, scores, window)
+            for scores in (False, True)
+            for window in dict.fromkeys(self.windows)
+        }
 
     # ---- prefill -----------------------------------------------------------------------------------------------
 
@@ -123,7 +143,7 @@ class SlotCache(Cache):
             self.columns += query
             self.stored += query
         else:
-            slots.finish(self.state.ledger, self.policy, len(self.scoring_layers) if self.scores else 0)
+            self.backend.finish(self.state.ledger, self.policy, len(self.scoring_layers) if self.scores else 0)
             self.end_step()
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,6 +152,7 @@ class SlotCache(Cache):
             raise RuntimeError("SlotCache.update is for the prompt of a patched model: call kvpatch.patch(model) first")
         end = self.stored + k.shape[2]
         if self.current is None:
+            self.settle(k.device, k.dtype, k.shape[3])
             self._shape = slots.Shape.of(self.policy, len(self.layers), k)
             self.current = self._buffers(k.shape[0], max(end, self.columns_expected()) + 1)
         elif self.current.capacity <= end:
@@ -162,14 +183,65 @@ class SlotCache(Cache):
         whole = max(needed, self.planned)
         kept = self._kept
         if kept is not None and (kept.batch != batch or kept.shape != self._shape):
-            kept = self._kept = None
+            kept = None
+            self._drop()
         if kept is not None and kept.capacity >= whole:
             return kept
         if self.planned >= needed:  # nothing large will be cut: prefill straight into the slots
-            self._kept = None
+            self._drop()
             self._kept = self.allocate(batch, whole)
             return self._kept
         return self.allocate(batch, needed)
+
+    def _drop(self) -> None:
+        """Give the kept buffers back."""
+        if self._kept is not None:
+            self.before_drop()
+            self._kept = None
+
+    def reserve(self, batch: int) -> None:
+        """Allocate what the planned generation will decode in, before its prompt is there; needs `plan` and `settle`.
+
+        Without a known end, or for a later turn, nothing is done.
+        """
+        if self.phase != "empty" or not self.planned:
+            return
+        site, kept = self.site, self._kept
+        shape = slots.Shape.at(self.policy, len(self.layers), self._heads, site.width, site.dtype, site.device)
+        if kept is None or kept.batch != batch or kept.shape != shape or kept.capacity < self.planned:
+            self._drop()
+            self._shape = shape
+            self._kept = self.allocate(batch, self.planned)
+        for layer in range(shape.layers):
+            self._kept.add_layer(layer)
+        self.note_bytes()
+
+    @contextlib.contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Steps inside leave no trace: every row is done, over the buffers held or, before a prompt, the reserved ones.
+
+        Raises:
+            RuntimeError: while a prompt is read, or when there are no buffers.
+        """
+        empty = self.phase == "empty" and self._kept is not None
+        if not empty and self.phase != "decode":
+            raise RuntimeError(f"steps can't be rehearsed in phase {self.phase!r}")
+        scores = self.scores
+        if empty:
+            nothing = torch.ones(self._kept.batch, dtype=torch.int64, device=self._kept.shape.device)
+            self.current = self._kept
+            self.state = State(self.current, selection.Rows(*[nothing] * 5), nothing, self.window)
+            self.phase = "decode"
+        active = self.state.active.clone()
+        self.state.active.fill_(False)
+        try:
+            self.read_all()
+            yield
+        finally:
+            self.state.active.copy_(active)
+            self.scores = scores
+            if empty:
+                self.phase, self.current, self.state = "empty", None, None
 
     def allocate(self, batch: int, needed: int) -> slots.Buffers:
         return slots.Buffers(self._shape, batch, slots.round_up(needed))
@@ -218,7 +290,34 @@ class SlotCache(Cache):
         if n > self.current.capacity:
             self._grow(n)
         self.state.read(n)
-        slots.begin(self.state.ledger, self.policy)
+        self.backend.begin(self.state.ledger, self.policy)
+
+    def read_all(self) -> None:
+        """Steps read up to the capacity: kernels stop at each row's length, and one captured run serves all lengths."""
+        self.state.read(self.current.capacity)
+
+    def make_room(self, steps: int) -> None:
+        """Have slots for that many steps more."""
+        last = self.step + steps
+        n = max(slots_read(length, limit, last) for length, limit in zip(self.entries, self.limits, strict=True))
+        if n > self.current.capacity:
+            self._grow(n)
+
+    def count(self, kinds: Sequence[bool]) -> None:
+        """Steps of these kinds were taken on the device."""
+        for scores in kinds:
+            self.step += 1
+            self.columns += 1
+            self.stats.note_step(scores, self.step, self.entries, self.limits)
+
+    def uncount(self, steps: int) -> None:
+        """The last steps were taken for rows that had all ended: they do not count."""
+        for _ in range(steps):
+            self.stats.unnote_step(self.policy.scores_at(self.step) and self.budget.evicts)
+            self.step -= 1
+            self.columns -= 1
+        if steps:
+            self.stats.note_rows_at(self.step, self.entries, self.limits)
 
     @property
     def step_views(self) -> object:
@@ -259,7 +358,7 @@ class SlotCache(Cache):
         if source is not self._kept:
             needed = max(self.planned, held + 1)
             if self._kept is None or self._kept.capacity < needed:
-                self._kept = None
+                self._drop()
                 self._kept = self.allocate(source.batch, needed)
             target = self._kept
         moving.cut(source, target, selection.kept_order(keep, held), self.note_bytes)
@@ -277,6 +376,8 @@ class SlotCache(Cache):
     def _grow(self, needed: int) -> None:
         """Move to buffers of at least `needed` slots, doubling, one layer at a time."""
         self.let_go()
+        if self.phase == "decode":
+            self.before_drop()
         old = self.current
         limits = [limit for limit in self.limits if limit is not None]
         most = max(limits) + 1 if limits and len(limits) == len(self.limits) else 2 * old.capacity
@@ -336,7 +437,7 @@ class SlotCache(Cache):
     def free(self) -> None:
         """Give all memory back."""
         self._forget()
-        self._kept = None
+        self._drop()
         self.note_bytes()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -4,10 +4,11 @@ One decoder layer is compiled and reused for all of them. Which of two kinds a s
 the host, so each kind is a graph of its own and none of them branches.
 """
 
+import contextlib
 import itertools
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -51,19 +52,19 @@ class Decoder:
 
     Args:
         parts: the model's pieces.
-        policy: what `slots.finish` follows.
+        policy, backend: what the end of a step follows, and what runs it (`kvpatch.backends.Backend`).
         compile: whether the layer and the head are compiled.
         stats: where compilations are counted.
     """
 
-    def __init__(self, parts: Parts, policy, *, scoring_layers: int, compile: bool, stats: Stats):
+    def __init__(self, parts: Parts, policy, backend, *, scoring_layers: int, compile: bool, stats: Stats):
         self.parts, self.policy, self.stats = parts, policy, stats
         self.compiled = compile
-        plain = _finisher(policy, 0)
+        plain = _finisher(backend, policy, 0)
         # Only one update a step makes the end of a scoring step differ from that of a plain one.
         self._finish = {
             False: plain,
-            True: _finisher(policy, scoring_layers) if policy.coupling == "uniform" else plain,
+            True: _finisher(backend, policy, scoring_layers) if policy.coupling == "uniform" else plain,
         }
         self._tape = Tape()
         self._layer = self._compile(layer_step) if compile else layer_step
@@ -108,16 +109,36 @@ class Decoder:
         if not self.compiled:
             result = self._run(cache, tokens, logits)
         else:
-            key, before = (cache.scores, logits, tokens.shape[0] > 1), self.stats.compiles
-            result = self._compiled_step(cache, tokens, logits)
-            if key in self._warm:
-                self.stats.recompiles += self.stats.compiles - before
-            self._warm.add(key)
-            if self.stats.compiles > before:
-                self.stats.compile_seconds += time.perf_counter() - started
+            with self._counted((cache.scores, logits, tokens.shape[0] > 1)):
+                result = self._compiled_step(cache, tokens, logits)
         cache.end_step()
         self.stats.step_seconds.append(time.perf_counter() - started)
         return result
+
+    def device_step(self, cache: SlotCache, tokens: Tensor, scores: bool) -> Tensor:
+        """What a step does on the device, and nothing that the host counts: for runs of steps (`kvpatch.graphs`).
+
+        Args:
+            cache: decodes already; its slots to be read are set.
+            tokens: [B] int64.   scores: the step's kind.
+
+        Returns:
+            logits [B, V], float32 or wider.
+        """
+        cache.scores = scores
+        cache.backend.begin(cache.state.ledger, self.policy)
+        with self._counted((scores, True, tokens.shape[0] > 1)):
+            return self._run(cache, tokens, True)
+
+    @contextlib.contextmanager
+    def _counted(self, kind: tuple) -> Iterator[None]:
+        """Count what is compiled inside, and as recompiled what a step of that kind should have had already."""
+        before, started = self.stats.compiles, time.perf_counter()
+        yield
+        compiled = self.stats.compiles - before
+        self.stats.recompiles += compiled if kind in self._warm else 0
+        self.stats.compile_seconds += time.perf_counter() - started if compiled else 0.0
+        self._warm.add(kind)
 
     def _compiled_step(self, cache: SlotCache, tokens: Tensor, logits: bool) -> Tensor:
         """A step repeated from the tape, or looked up under all of torch.compile's guards and written down."""
@@ -147,8 +168,8 @@ class Decoder:
         return call(self._ends[logits], (hidden, cos, sin, index), parts.norm, parts.head, hidden, ledger, finish)
 
 
-def _finisher(policy, scored: int) -> Callable:
+def _finisher(backend, policy, scored: int) -> Callable:
     def finish(ledger: slots.Ledger) -> None:
-        slots.finish(ledger, policy, scored)
+        backend.finish(ledger, policy, scored)
 
     return finish

@@ -15,3 +15,7 @@ class VerificationError(KVPatchError, RuntimeError):
 
 class BackendError(KVPatchError, ValueError):
     """A named attention back end can't run here; the message says what it lacks."""
+
+
+class CaptureError(KVPatchError, RuntimeError):
+    """A run of decode steps can't be captured as a CUDA graph; the message names the operation."""

@@ -4,6 +4,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from kvpatch.prefill import prefill_kernel
+from kvpatch.schedule import Schedule
 from kvpatch.slots import round_up
 
 
@@ -55,12 +57,10 @@ class Explanation:
             budget=str(handle.budget),
             backend=handle.backend,
             backend_reason=handle.backend_reason,
-            loop="compiled steps, host loop" if handle.compile else "eager steps, host loop",
-            loop_reason="one decoder layer compiled and reused; CUDA-graph capture is not part of this release"
-            if handle.compile
-            else handle.uncompiled_because,
-            prefill=f"the model's own forward ({model.config._attn_implementation}), then one full-length first step",
-            host_loop={
+            **_loop(handle),
+            prefill=f"the model's own forward ({prefill_kernel(model)}), then one full-length first step",
+            host_loop=_by_token(handle)
+            | {
                 "num_beams": "the same steps inside transformers' beam search",
                 "output_hidden_states": "the model's own layers over the slots, uncompiled",
                 "inputs_embeds": "the model's own layers over the slots, uncompiled",
@@ -94,3 +94,26 @@ class Explanation:
                 f"cache      {promised} ({self.bytes_per_token:,} bytes a token)",
             )
         )
+
+
+def _loop(handle) -> dict[str, str]:
+    """How steps are started, and why so."""
+    made = "compiled steps" if handle.compile else "eager steps"
+    layer = "one decoder layer compiled and reused" if handle.compile else handle.uncompiled_because
+    why = handle.uncaptured_because
+    if why is not None:
+        return {"loop": f"{made}, host loop", "loop_reason": f"{layer}; no CUDA graphs: {why}"}
+    group = Schedule.of(handle.policy, handle.budget.evicts).group.kinds
+    return {
+        "loop": f"{made}, CUDA graphs of {len(group)} steps, {sum(group)} of them scoring",
+        "loop_reason": f"{layer}; the host looks at the tokens of a graph while the next one runs",
+    }
+
+
+def _by_token(handle) -> dict[str, str]:
+    """What of a call makes the host look at every token, where it need not otherwise."""
+    if handle.uncaptured_because is not None:
+        return {}
+    return {
+        "a processor or criterion in Python, or output_scores": "CUDA graphs of single steps, the host after each",
+    }

@@ -3,22 +3,17 @@
 import contextlib
 import copy
 import inspect
-import time
 import warnings
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor
 from transformers import StoppingCriteriaList, StopStringCriteria
-from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.configuration_utils import GenerationMode
 
-from kvpatch import turns
+from kvpatch import loops, turns
 from kvpatch.cache import SlotCache
 from kvpatch.cachelayer import windows_of
 from kvpatch.hooks import of_transformers, silenced
-from kvpatch.prefill import read_prompt
-from kvpatch.rows import row_lengths
 
 CACHE_NAMES = ("cache", "past_key_values")
 MODES = (
@@ -113,7 +108,7 @@ def _run(handle, original: Callable, call: dict, config, cache: SlotCache):
     streamer = call.get("streamer")
 
     def decode_loop(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
-        return _decode(
+        return loops.decode(
             handle, cache, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, streamer
         )
 
@@ -242,91 +237,3 @@ def _own_stop_strings(call: dict, config) -> None:
     if getattr(call.get("generation_config"), "stop_strings", None):
         call["generation_config"] = copy.deepcopy(call["generation_config"])
         call["generation_config"].stop_strings = None
-
-
-def _decode(handle, cache, input_ids, processors, criteria, config, model_kwargs, streamer):
-    """Greedy search or sampling: the prompt, then one token a row and step. Follows transformers' `_sample`."""
-    model, stats = handle.model, cache.stats
-    batch, columns = input_ids.shape
-    mask = model_kwargs.get("attention_mask")
-    positions = model_kwargs.get("position_ids")
-    started = time.perf_counter()
-    first = cache.columns if cache.phase == "decode" else 0  # column where this call's own prompt begins
-    lengths = [columns - first] * batch if mask is None else row_lengths(mask[:, first:], holes=first > 0)
-    check_positions(positions, [length + cache.step for length in cache.prompt] if first else [0] * batch, mask, first)
-    if first:
-        cache.expect(columns - first)
-        turns.reopen(cache)
-    cache.plan(lengths, config.max_length - columns - 1)
-    logits = read_prompt(
-        model, handle.parts.base, handle.keyword, cache, input_ids, mask, positions, config.prefill_chunk_size
-    )
-    stats.prefill_seconds = time.perf_counter() - started
-
-    decoder, ids = handle.decoder_for(cache), input_ids
-    has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
-    pad = None if config._pad_token_tensor is None else config._pad_token_tensor.to(input_ids.device)
-    unfinished = torch.ones(batch, dtype=torch.bool, device=input_ids.device)
-    keeps = config.return_dict_in_generate
-    scores = () if keeps and config.output_scores else None
-    raw_logits = () if keeps and config.output_logits else None
-    while True:
-        # Processors may write into what they are given, and float64 logits become float32 here as in transformers.
-        raw = logits.to(input_ids.device, torch.float32, copy=True)
-        chosen_by = processors(ids, raw.clone() if raw_logits is not None else raw)
-        if scores is not None:
-            scores += (chosen_by,)
-        if raw_logits is not None:
-            raw_logits += (raw,)
-        tokens = draw(chosen_by) if config.do_sample else chosen_by.argmax(-1)
-        if has_eos:
-            tokens = torch.where(unfinished, tokens, pad)
-        ids = torch.cat((ids, tokens[:, None]), -1)
-        unfinished = unfinished & ~criteria(ids, scores)
-        if streamer is not None:
-            streamer.put(tokens.cpu())
-        if not unfinished.any():
-            break
-        if batch > 1 and has_eos:  # without EOS a finished row is not padded: it goes on until all are done
-            cache.set_active(unfinished)
-        logits = decoder.step(cache, tokens.to(model.device))
-    if streamer is not None:
-        streamer.end()
-    cache.fed = ids[:, : cache.columns]
-    if not keeps:
-        return ids
-    return GenerateDecoderOnlyOutput(sequences=ids, scores=scores, logits=raw_logits, **{handle.keyword: cache})
-
-
-def check_positions(positions: Tensor | None, seen: list[int], mask: Tensor | None, first: int) -> None:
-    """A row's positions count its own tokens: anything else can't be continued by the step.
-
-    Args:
-        positions: [B or 1, L] of the whole conversation, or None.
-        seen: tokens of each row before its prompt.
-        mask: [B, L] or None.
-        first: column where the prompt begins.
-
-    Raises:
-        ValueError: naming the row.
-    """
-    for row, before in enumerate(seen if positions is not None else ()):
-        given = positions[min(row, positions.shape[0] - 1), first:]
-        given = (given if mask is None else given[mask[row, first:].bool()]).tolist()
-        if given != list(range(before, before + len(given))):
-            raise ValueError(
-                f"position_ids row {row} must count that row's tokens from {before} to {before + len(given) - 1}, as "
-                "the attention_mask does; leave position_ids out"
-            )
-
-
-def draw(scores: Tensor) -> Tensor:
-    """One token a row from softmax(scores [B, V]): [B] int64, torch.multinomial's own draw.
-
-    Raises:
-        RuntimeError: on a CPU, where looking costs nothing, for a row without a finite probability.
-    """
-    shares = torch.softmax(scores, dim=-1)
-    if shares.device.type == "cpu" and not shares.sum(-1).isfinite().all():
-        raise RuntimeError("a row's scores hold NaN or inf, or the processors left no token: nothing can be sampled")
-    return (shares / torch.empty_like(shares).exponential_(1)).argmax(-1)

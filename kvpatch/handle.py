@@ -15,7 +15,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from kvpatch import attention, generation, patches, turns
 from kvpatch.budget import UNSET, Budget
 from kvpatch.cache import SlotCache
+from kvpatch.cachelayer import windows_of
 from kvpatch.decoder import Decoder
+from kvpatch.graphs import CudaGraphs, Runner, StepByStep
 from kvpatch.policy import Policy
 from kvpatch.stats import Stats
 
@@ -30,20 +32,38 @@ class Patch:
         stats: `Stats` of the last generation and of the compilations so far.
     """
 
-    def __init__(self, model, architecture, policy: Policy, budget: Budget, backend: str, compile: bool):
+    def __init__(self, model, architecture, policy: Policy, budget: Budget, backend: str, compile: bool, graphs: bool):
         self.model, self.architecture, self.policy, self.budget = model, architecture, policy, budget
-        self.backend, self.backend_reason = attention.choose(backend)
+        self.asked, self.graphs = backend, graphs
         self.uncompiled_because = architecture.uncompilable(model.config) if compile else "compile=False"
         self.compile = self.uncompiled_because is None
         self.parts = architecture.find_parts(model)
         self.keyword = patches.cache_keyword(self.parts.attentions[0])
+        self.choose_backend()
         self.stats = Stats()
         self.lock = threading.Lock()
         self._cache: SlotCache | None = None
         self._last: Callable[[], SlotCache | None] = lambda: None
         self._decoders: dict[tuple, Decoder] = {}
+        self._runners: dict[Decoder, Runner] = {}
+        self._capturer: CudaGraphs | StepByStep | None = None
         self._written: list[tuple[nn.Module, str, object]] = []
         self._warned: set[str] = set()
+
+    def choose_backend(self) -> None:
+        """Set `backend` and `backend_reason` for where the model is now.
+
+        Raises:
+            BackendError: if the back end that was asked for can't run there.
+        """
+        self.backend, self.backend_reason = attention.choose(self.asked, self.site)
+
+    @property
+    def site(self) -> attention.Site:
+        """What a back end must serve for the model as it is now."""
+        model, first = self.model, self.parts.attentions[0]
+        windowed = any(windows_of(model.config))
+        return attention.Site(model.device, model.dtype, first.num_key_value_groups, first.head_dim, windowed)
 
     # ---- the model's own attributes ----------------------------------------------------------------------------
 
@@ -86,7 +106,7 @@ class Patch:
                 module.__dict__[name] = previous
         self._written.clear()
         self.free()
-        self._decoders.clear()
+        self._forget_steps()
 
     # ---- caches ------------------------------------------------------------------------------------------------
 
@@ -95,9 +115,13 @@ class Patch:
         cache = given
         if cache is None:
             if self._cache is None:
-                self._cache = SlotCache(self.model.config, self.policy, self.budget, backend=self.backend)
+                self._cache = SlotCache(self.model.config, self.policy, self.budget, backend=self.asked)
             cache = self._cache
             cache.reset()
+        if cache.phase == "empty":
+            site = self.site
+            cache.settle(site.device, site.dtype, site.width)
+            self.choose_backend()
         cache.stats = self.stats
         self.stats.begin(cache.nbytes)
         self._last = lambda: cache
@@ -106,6 +130,7 @@ class Patch:
     def release_cache(self, cache: SlotCache) -> None:
         """The caller owns this cache from now on, with a copy of its counters."""
         cache.before_move()
+        cache.before_drop()
         cache.stats = self.stats.snapshot()
         self._last = weakref.ref(cache)  # its memory is theirs to give back
         if cache is self._cache:
@@ -113,16 +138,54 @@ class Patch:
 
     def decoder_for(self, cache: SlotCache) -> Decoder:
         """The compiled steps for a cache's policy."""
-        key = tuple(cache.attends.values())  # the policy's, its scorer's and the back end's
+        key = (cache.backend, *cache.attends.values())  # the policy's, its scorer's and the back end's
         if key not in self._decoders:
             self._decoders[key] = Decoder(
                 self.parts,
                 cache.policy,
+                cache.backend,
                 scoring_layers=len(cache.scoring_layers),
                 compile=self.compile,
                 stats=self.stats,
             )
         return self._decoders[key]
+
+    def runner_for(self, cache: SlotCache) -> Runner | None:
+        """The captured runs for a cache's policy; None where steps are not captured."""
+        if self.capturer is None:
+            return None
+        decoder = self.decoder_for(cache)
+        if decoder not in self._runners:
+            self._runners[decoder] = Runner(decoder, self.capturer)
+        runner = self._runners[decoder]
+        cache.before_drop = runner.clear
+        return runner
+
+    @property
+    def capturer(self) -> "CudaGraphs | StepByStep | None":
+        """What captures runs of steps, made when it is first asked for and anew where the model has moved."""
+        if self._capturer is not None and not self._capturer.graphs:
+            return self._capturer
+        if self.uncaptured_because is not None:
+            return None
+        if self._capturer is None or self._capturer.device != self.model.device:
+            self._forget_steps()
+            self._capturer = CudaGraphs(self.model.device)
+        return self._capturer
+
+    @property
+    def uncaptured_because(self) -> str | None:
+        """Why steps are not captured as CUDA graphs; None where they are."""
+        if not self.graphs:
+            return "graphs=False"
+        if self.model.device.type != "cuda":
+            return f"the model is on {self.model.device.type!r}"
+        if self.uncompiled_because not in (None, "compile=False"):
+            return self.uncompiled_because
+        rope = getattr(self.model.config, "rope_parameters", None) or {}
+        if rope.get("rope_type") in ("dynamic", "longrope"):
+            return f"rope_type {rope['rope_type']!r} asks the host for the longest position at every step"
+        return None
 
     def check_parts(self) -> None:
         """Meet modules that were replaced after patching, such as a resized head.
@@ -136,6 +199,12 @@ class Patch:
         if parts.base is not self.parts.base or parts.attentions != self.parts.attentions:
             raise RuntimeError("the model's layers were replaced after patching: unpatch(model) and patch it again")
         self.parts = parts
+        self._forget_steps()
+
+    def _forget_steps(self) -> None:
+        for runner in self._runners.values():
+            runner.clear()
+        self._runners.clear()
         self._decoders.clear()
 
     def retained(self) -> torch.Tensor:

@@ -20,6 +20,7 @@ def patch(
     prefill=None,
     backend: str = "auto",
     compile: bool = True,
+    graphs: bool = True,
     profile=None,
     verify: bool = True,
     replace: bool = False,
@@ -35,6 +36,8 @@ def patch(
         prefill, profile: reserved; must be None.
         backend: "auto", or a named attention back end, which raises where it can't run.
         compile: False runs every step eagerly.
+        graphs: on a GPU, capture the steps between two looks of the host as one CUDA graph; False starts every step's
+            kernels one by one. Without a GPU it changes nothing.
         verify: compare the rewritten attention with the model's own on ten tokens; costs two short forwards.
         replace: take an earlier patch of this model back first.
         **policy_fields: fields of the policy to replace, such as ``alpha=0.9``.
@@ -53,7 +56,7 @@ def patch(
         raise ValueError(f"profile={profile!r}: tuned profiles are not part of this release; leave it out")
     policy, budget = settle(policy, budget, policy_fields)
     model = _inside(model)
-    attention.choose(backend)
+    attention.check_name(backend)
     architecture = patches.find(model)
     _check_state(model)
     policy.scoring_layers(model.config.num_hidden_layers)
@@ -72,7 +75,7 @@ def patch(
             f"{type(model).__name__} is not laid out as a {architecture.name} model ({error}); patch the model that it "
             "wraps"
         ) from error
-    handle = Patch(model, architecture, policy, budget, backend, bool(compile))
+    handle = Patch(model, architecture, policy, budget, backend, bool(compile), bool(graphs))
     if compile and not handle.compile:
         handle.warn_once(f"decode steps are not compiled: {handle.uncompiled_because}")
     earlier = model.__dict__.get(ATTRIBUTE)

@@ -16,6 +16,8 @@ class Stats:
     ended early as if they went on.
     refreshes: scoring steps.   steps: decode steps.   peak_cache_bytes: largest sum of allocated cache buffers.
     compiles: graphs compiled.   recompiles: graphs compiled for a kind of call that had one already.
+    graph_active: whether the last generation's steps ran as CUDA graphs.   replays: how often one was started in it.
+    graphs: CUDA graphs captured so far, in capture_seconds.
     """
 
     held: int = 0
@@ -29,12 +31,17 @@ class Stats:
     compiles: int = 0
     recompiles: int = 0
     compile_seconds: float = 0.0
+    graph_active: bool = False
+    replays: int = 0
+    graphs: int = 0
+    capture_seconds: float = 0.0
     prefill_seconds: float = 0.0
     step_seconds: deque = field(default_factory=lambda: deque(maxlen=STEP_TIMES_KEPT))
 
     def begin(self, live: int) -> None:
         """A new generation over buffers of `live` bytes: its counters start at zero."""
-        self.held = self.evicted = self.refreshes = self.steps = 0
+        self.held = self.evicted = self.refreshes = self.steps = self.replays = 0
+        self.graph_active = False
         self.prefill_seconds = 0.0
         self.peak_cache_bytes = self.cache_bytes = live
         self.step_seconds.clear()
@@ -57,8 +64,16 @@ class Stats:
 
     def note_step(self, scored: bool, step: int, entries: list[int], limits: list[int | None]) -> None:
         """Decode step `step` is done; every row held its entries before the first one and was given `step` more."""
-        self.steps = step
         self.refreshes += scored
+        self.note_rows_at(step, entries, limits)
+
+    def unnote_step(self, scored: bool) -> None:
+        """A step that was counted is none."""
+        self.refreshes -= scored
+
+    def note_rows_at(self, step: int, entries: list[int], limits: list[int | None]) -> None:
+        """What rows hold and have lost after that many steps."""
+        self.steps = step
         seen = [length + step for length in entries]
         held = [count if limit is None else min(count, limit) for count, limit in zip(seen, limits, strict=True)]
         self.held, self.evicted = max(held), sum(seen) - sum(held)
@@ -82,5 +97,8 @@ class Stats:
                 f"steps      {self.steps:,}, {self.refreshes:,} of them scored; {speed}",
                 f"cache      {self.cache_bytes / 2**20:,.1f} MiB now, {self.peak_cache_bytes / 2**20:,.1f} MiB at peak",
                 f"compiled   {self.compiles} graph(s) in {self.compile_seconds:.1f} s, {self.recompiles} recompiled",
+                f"CUDA graph {self.graphs} captured in {self.capture_seconds:.1f} s, {self.replays:,} replays"
+                if self.graphs
+                else "CUDA graph none",
             )
         )

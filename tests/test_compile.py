@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from factories import PAD, left_padded, llama, prompts
+from factories import PAD, left_padded, llama, prompts, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvpatch
@@ -103,6 +103,28 @@ def test_generated_code_copies_no_keys_or_values(model):
         assert allocations(code)
         for size in allocations(code):
             assert not (set(re.findall(r"s\d+", size)) & capacities and size.rstrip(")").endswith(" 16")), size
+
+
+def test_generated_code_hands_the_kernels_the_buffers_themselves():
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.utils import fresh_cache
+
+    model, codes = tiny("llama", dtype=torch.float32, layers=2), []
+    with fresh_cache(), mock.patch.object(GraphLowering, "save_output_code", codes.append):
+        handle = kvpatch.patch(model, "inertia-lazy", budget=8, backend="triton")
+        for lengths in ((40, 33), (21, 17)):
+            run(model, lengths, max_new_tokens=6)
+    assert handle.stats.recompiles == 0
+    layers = [code for code in codes if "kvpatch.attend.default" in code]
+    assert len(layers) == 2  # a scoring and a plain one
+    for code in layers:
+        (given,) = re.findall(r"kvpatch\.attend\.default\((.*)\)", code)
+        # Queries and the new key and value are computed; keys, values, utility and the books are what came in.
+        assert len(re.findall(r"\barg\d+_1\b", given)) == 8, given
+        copied = [name for name in ("clone", "copy_", "auto_functionalized") if name in code[code.index("def call(") :]]
+        assert not copied
+    (choice,) = re.findall(r"kvpatch\.choose\.default\((.*)\)", next(code for code in codes if "choose" in code))
+    assert "buf" not in choice
 
 
 def test_the_largest_allocation_of_a_step_is_below_one_layers_keys(model):

@@ -9,6 +9,7 @@ from factories import EOS, Forced, left_padded, llama, prompts, retained_sets, r
 from transformers import DynamicCache, TextIteratorStreamer
 
 import kvpatch
+from kvpatch import loops, prefill
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +90,15 @@ def test_rows_that_end_early_are_padded_as_transformers_does(restored):
     expected = ended()
     kvpatch.patch(restored, "inertia", budget="full", compile=False)
     assert torch.equal(ended(), expected)
+
+
+def test_a_mask_of_ones_does_not_make_a_prompt_a_padded_one(model, monkeypatch):
+    masks = []
+    monkeypatch.setattr(loops, "read_prompt", lambda *given: masks.append(given[5]) or prefill.read_prompt(*given))
+    with kvpatch.patched(model, "inertia", budget=8, compile=False):
+        for batch in (left_padded(prompts((20,))), left_padded(prompts((20, 9)))):
+            run(model, batch, max_new_tokens=2)
+    assert masks[0] is None and masks[1].shape == (2, 20)
 
 
 def test_own_loop_with_another_cache_is_bit_identical(restored):
