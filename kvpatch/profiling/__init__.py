@@ -1,0 +1,1 @@
+"""Profiling: what kernels use, and the check of a GPU."""
