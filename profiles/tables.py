@@ -67,14 +67,46 @@ def bench() -> str:
     return markdown(head, rows)
 
 
+# Kernel and variant of `kernels.csv`: what the README calls it.
+KERNELS = {
+    ("attend", "SCORES=False VNORM=False"): "attend, plain step",
+    ("attend", "SCORES=True VNORM=False"): "attend, scoring step",
+    ("attend", "SCORES=True VNORM=True"): "attend, scoring step, vnorm",
+    ("settle", "SCORES=False SCORER= APPLIES=False"): "settle, plain step",
+    ("settle", "SCORES=True SCORER=attention APPLIES=True"): "settle, scoring step",
+    ("pooled", "APPLIES=True BLOCK_M=16"): "pooled (after FlashAttention)",
+    ("choose", ""): "choose",
+}
+
+
+def kernels() -> str:
+    """What the compiler makes of the kernels at one shape."""
+    targets = ("80", "90", "100")
+    head = ["registers, shared memory", *(f"sm_{target}" for target in targets), "local memory", "16-byte loads"]
+    found: dict[str, dict[str, dict]] = {}
+    for row in records("kernels", ("architecture", "dtype", "queries", "head_size", "kernel", "does")):
+        name = KERNELS.get((row["kernel"], row["does"]))
+        if name and (row["dtype"], row["queries"], row["head_size"]) == ("bfloat16", "4", "128"):
+            found.setdefault(name, {})[row["architecture"]] = row
+    rows = [
+        [
+            name,
+            *(f"{of[target]['registers']}, {int(of[target]['shared']) / 1024:.0f} KiB" for target in targets),
+            str(sum(int(row["spills"]) for row in of.values())),
+            of["90"]["loads_16"],
+        ]
+        for name, of in sorted(found.items())
+    ]
+    return markdown(head, rows)
+
+
 def api() -> str:
     """Public names with the first line of their docstrings."""
     import kvpatch
-    from kvpatch import evaluation
+    from kvpatch import attention, evaluation
 
     rows = []
-    for module in (kvpatch, evaluation):
-        prefix = "" if module is kvpatch else "evaluation."
+    for module, prefix in ((kvpatch, ""), (attention, "attention."), (evaluation, "evaluation.")):
         for name in sorted(module.__all__, key=str.lower):
             rows.append([f"`{prefix}{name}`", inspect.getdoc(getattr(module, name)).split("\n")[0]])
     return "".join(f"| {' | '.join(cells)} |\n" for cells in (["name", "what it is"], ["---", "---"], *rows))
@@ -153,6 +185,7 @@ TABLES = {
     "needle": lambda: hits("quality_needle"),
     "after": lambda: hits("quality_after"),
     "kl": kl,
+    "kernels": kernels,
 }
 
 

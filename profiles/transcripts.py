@@ -35,6 +35,7 @@ def said(command: str, errors: int = subprocess.STDOUT) -> str:
     """
     folder = str(Path(sys.executable).parent)
     environment = os.environ | {"COLUMNS": "110", "NO_COLOR": "1", "TERM": "dumb"}
+    environment.pop("TRITON_INTERPRET", None)  # it makes a back end run that does not run for others
     environment["PATH"] = folder + os.pathsep + environment["PATH"]
     done = subprocess.run(["bash", "-c", command], stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
     if done.returncode:

