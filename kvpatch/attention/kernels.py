@@ -12,10 +12,10 @@ Bytes per held slot and row, e the element size (`traffic` in `kvpatch.attention
       with a window        + 8 G         positions, read
     settle with scores     4 H + 8 Gc    logits read; utility read and written
       with vnorm           + 4 G         norms read
-      with entropy         4 H + 4       logits read, scores written; then 12 in `apply`
+      with entropy         4 H + 4       logits read (one head's twice, at once), scores written; then 12 in `apply`
     pooled                 D G e + 8 Gc  keys, and the utility as above (scores alone: 4 Gc)
     admit                  4 Gc          utility, a ranking
-    choose                 8 Gc          utility twice, a ranking; positions too (16 Gc) where rows are over budget
+    choose                 16 Gc         of rows over budget: utility twice, positions (twice where some are protected)
 
 Every sum is taken in a fixed order and nothing is atomic: the same inputs give the same bits.
 """
