@@ -57,6 +57,11 @@ def window_rows(rows: int, itemsize: int) -> int:
     return 16 if itemsize == 4 else min(32, max(BLOCK_ROWS, 1 << (rows - 1).bit_length()))
 
 
+def window_block(block: int, itemsize: int) -> int:
+    """Slots a step of those kernels' loop, where a configuration has so many; the same holds in float32."""
+    return min(block, 16) if itemsize == 4 else block
+
+
 @contextlib.contextmanager
 def replaced(table: Mapping[Key, Config]) -> Iterator[None]:
     """Use these configurations inside a with block.

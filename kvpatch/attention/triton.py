@@ -322,7 +322,8 @@ def _pooled(q, keys, lse, length, active, utility, out, n, scale, head_pool, rul
     queries = heads // groups
     config = configs.config_for(queries, width, q.element_size())
     target = out if utility is None else utility
-    kernels.pooled[(triton.cdiv(n, config.block), length.shape[1], batch)](
+    block = config.block if window == 1 else configs.window_block(config.block, q.element_size())
+    kernels.pooled[(triton.cdiv(n, block), length.shape[1], batch)](
         q,
         keys,
         lse,
@@ -344,7 +345,7 @@ def _pooled(q, keys, lse, length, active, utility, out, n, scale, head_pool, rul
         D=width,
         BLOCK_M=configs.window_rows(queries * window, q.element_size()),
         BLOCK_D=_power(width, 16),
-        BLOCK_N=config.block,
+        BLOCK_N=block,
         PRECISION=_precision(q.dtype),
         POOL=head_pool,
         RULE=rule,
@@ -434,7 +435,7 @@ def _window_lse(q: Tensor, keys: Tensor, length: Tensor, scale: float) -> Tensor
         D=width,
         BLOCK_M=block_m,
         BLOCK_D=_power(width, 16),
-        BLOCK_N=config.block,
+        BLOCK_N=configs.window_block(config.block, q.element_size()),
         STAGES=config.stages,
         PRECISION=_precision(q.dtype),
         num_warps=config.warps,
