@@ -226,19 +226,20 @@ class SlotCache(Cache):
         empty = self.phase == "empty" and self._kept is not None
         if not empty and self.phase != "decode":
             raise RuntimeError(f"steps can't be rehearsed in phase {self.phase!r}")
-        scores = self.scores
-        if empty:
-            nothing = torch.ones(self._kept.batch, dtype=torch.int64, device=self._kept.shape.device)
-            self.current = self._kept
-            self.state = State(self.current, selection.Rows(*[nothing] * 5), nothing, self.window)
-            self.phase = "decode"
-        active = self.state.active.clone()
-        self.state.active.fill_(False)
+        scores, active = self.scores, None
         try:
+            if empty:
+                nothing = torch.ones(self._kept.batch, dtype=torch.int64, device=self._kept.shape.device)
+                self.current = self._kept
+                self.state = State(self.current, selection.Rows(*[nothing] * 5), nothing, self.window)
+                self.phase = "decode"
+            active = self.state.active.clone()
+            self.state.active.fill_(False)
             self.read_all()
             yield
         finally:
-            self.state.active.copy_(active)
+            if active is not None:
+                self.state.active.copy_(active)
             self.scores = scores
             if empty:
                 self.phase, self.current, self.state = "empty", None, None
@@ -434,9 +435,16 @@ class SlotCache(Cache):
         self._forget()
         self.note_bytes()
 
+    def free_hooks(self) -> None:
+        """Let go of whatever ran steps over this cache, which is its owner's from now on."""
+        self.before_move()
+        self.before_drop()
+        self.before_move = self.before_drop = _nothing
+
     def free(self) -> None:
         """Give all memory back."""
         self._forget()
+        self.before_drop()
         self._drop()
         self.note_bytes()
 

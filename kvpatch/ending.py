@@ -16,7 +16,6 @@ _PROCESSORS = (
     "InfNanRemoveLogitsProcessor",
     "LogitNormalization",
     "MinPLogitsWarper",
-    "SuppressTokensLogitsProcessor",
     "TemperatureLogitsWarper",
     "TopKLogitsWarper",
     "TopPLogitsWarper",
@@ -38,6 +37,8 @@ def why_host(processors, criteria, config) -> str | None:
     for criterion in criteria:
         if type(criterion) not in (stopping_criteria.MaxLengthCriteria, stopping_criteria.EosTokenCriteria):
             return f"{type(criterion).__name__} is decided in Python"
+        if getattr(criterion, "max_length", config.max_length) != config.max_length:
+            return f"{type(criterion).__name__} ends before max_length"
     for name in ("output_scores", "output_logits"):
         if getattr(config, name, False) and config.return_dict_in_generate:
             return f"{name} keeps every step's"
@@ -71,16 +72,18 @@ class Ending:
     Args:
         processors: transformers' list, for which `why_host` was None.
         config: the effective generation config.   eos: ids that end a row, or None.   pad: [] int64 or None.
+
+    Attributes:
+        key: equal for endings that would capture the same graph.
     """
 
     def __init__(self, processors, config, eos: Tensor | None, pad: Tensor | None):
         self.processors, self.samples = processors, config.do_sample
         self.eos, self.pad = eos, pad
         self.penalty = next((one for one in processors if type(one).__name__ == _PENALTY), None)
+        self.key = self._key()  # once: reading a tensor waits for the device
 
-    @property
-    def key(self) -> Hashable:
-        """Equal for endings that would capture the same graph."""
+    def _key(self) -> Hashable:
         settings = tuple(
             (_PENALTY, one.penalty) if one is self.penalty else (type(one).__name__, tuple(_plain(vars(one))))
             for one in self.processors
@@ -98,7 +101,7 @@ class Ending:
             columns = torch.arange(ids.shape[1], device=ids.device)
             kept = torch.where(columns < self.penalty.prompt_ignore_length.to(ids.device)[:, None], nobody, ids)
         desk.seen.zero_()
-        desk.seen.scatter_(1, kept.to(desk.seen.device), True)
+        desk.seen.scatter_(1, kept.to(desk.seen.device).clamp_max(nobody), True)
 
     def take(self, logits: Tensor, desk: Desk, place: int, active: Tensor | None) -> None:
         """Choose a token per row; mutates the desk, and `active` [B] bool, the rows that go on.
@@ -122,7 +125,8 @@ class Ending:
         desk.tokens.copy_(tokens)
         desk.emitted[place].copy_(tokens)
         if self.penalty is not None:
-            desk.seen.scatter_(1, tokens[:, None], True)
+            # A pad may be no token of the head's.
+            desk.seen.scatter_(1, tokens[:, None].clamp_max(desk.seen.shape[1] - 1), True)
 
 
 def _penalised(scores: Tensor, seen: Tensor, penalty: float) -> Tensor:

@@ -4,6 +4,7 @@ What is captured reads and writes only tensors that outlive it: a generation's b
 Integers are baked into a graph, so everything that is one stands in the key.
 """
 
+import threading
 import time
 import traceback
 from collections.abc import Callable, Hashable
@@ -17,6 +18,7 @@ from kvpatch.schedule import Run
 from kvpatch.slots import Buffers
 
 MOST = 8  # graphs that a runner keeps
+_ONE_AT_A_TIME = threading.Lock()  # torch captures one graph at a time
 WARM_UPS = 3  # runs on the capture's own stream before it; fewer leave lazily made state inside the graph
 
 
@@ -38,12 +40,14 @@ class CudaGraphs:
         self.device = device
         self.stream = torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle()
+        self._failed: list[torch.cuda.CUDAGraph] = []  # the allocator still knows them
 
     def capture(self, name: str, body: Callable[[], None]) -> Callable[[], None]:
         """Warm up, capture, and return the replay.
 
         Raises:
-            CaptureError: naming the operation that can't be captured.
+            CaptureError: naming the operation that can't be captured. Streams are as before; torch's own random
+                numbers on the device may refuse to be drawn until a capture has succeeded.
         """
         current = torch.cuda.current_stream(self.device)
         graph = torch.cuda.CUDAGraph()
@@ -60,6 +64,11 @@ class CudaGraphs:
                     body()
             current.wait_stream(self.stream)
         except Exception as error:
+            # torch leaves the capture's stream current, and the pool in use by the graph that came to nothing.
+            torch.cuda.set_stream(current)
+            current.wait_stream(self.stream)
+            self._failed.append(graph)
+            self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)
             raise CaptureError(f"{name} can't be captured as a CUDA graph: {_operation(error)}") from error
         return graph.replay
 
@@ -97,13 +106,16 @@ class Runner:
     def clear(self) -> None:
         """Drop all graphs, together: they share a pool. Do so before their buffers are to be freed."""
         self._captured.clear()
+        self._desks.clear()
 
     def desk(self, site, batch: int, longest: int) -> Desk:
         """The desk for that many rows and steps a run, where a `kvpatch.attention.Site` says."""
-        key = (site, batch, longest)
+        head = self.decoder.parts.head
+        vocabulary = head.out_features if hasattr(head, "out_features") else head.weight.shape[0]
+        key = (site, batch, longest, vocabulary)
         if key not in self._desks:
-            head = self.decoder.parts.head
-            vocabulary = head.out_features if hasattr(head, "out_features") else head.weight.shape[0]
+            if len(self._desks) >= MOST:
+                self.clear()
             self._desks[key] = Desk(batch, longest, vocabulary, site.dtype, site.device)
         return self._desks[key]
 
@@ -126,7 +138,8 @@ class Runner:
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
                 for run in missing:
                     name = f"a run of {len(run.kinds)} step(s), {sum(run.kinds)} of them scoring,"
-                    replay = self.capturer.capture(name, self._body(cache, run, ending, desk))
+                    with _ONE_AT_A_TIME:
+                        replay = self.capturer.capture(name, self._body(cache, run, ending, desk))
                     self._captured[self._key(cache, run, ending, desk)] = Captured(replay, cache.current, desk, ending)
             for tensor, before in zip(desk.mutable(), kept, strict=True):
                 tensor.copy_(before)
@@ -136,10 +149,12 @@ class Runner:
 
     def replay(self, cache, run: Run, ending: Ending | None, desk: Desk) -> None:
         """Take the run's steps: tokens from the desk, and onto it. The host has counted nothing yet."""
-        if self._find(cache, run, ending, desk) is None:
+        found = self._find(cache, run, ending, desk)
+        if found is None:
             self.ready(cache, [run], ending, desk)
+            found = self._find(cache, run, ending, desk)
         cache.read_all()
-        self._find(cache, run, ending, desk).replay()
+        found.replay()
         self.decoder.stats.graph_active = self.capturer.graphs
         self.decoder.stats.replays += self.capturer.graphs
 

@@ -47,6 +47,7 @@ class Patch:
         self._decoders: dict[tuple, Decoder] = {}
         self._runners: dict[Decoder, Runner] = {}
         self._capturer: CudaGraphs | StepByStep | None = None
+        self._met: tuple | None = None
         self._written: list[tuple[nn.Module, str, object]] = []
         self._warned: set[str] = set()
 
@@ -129,8 +130,7 @@ class Patch:
 
     def release_cache(self, cache: SlotCache) -> None:
         """The caller owns this cache from now on, with a copy of its counters."""
-        cache.before_move()
-        cache.before_drop()
+        cache.free_hooks()
         cache.stats = self.stats.snapshot()
         self._last = weakref.ref(cache)  # its memory is theirs to give back
         if cache is self._cache:
@@ -154,12 +154,27 @@ class Patch:
         """The captured runs for a cache's policy; None where steps are not captured."""
         if self.capturer is None:
             return None
+        self._meet_model()
         decoder = self.decoder_for(cache)
         if decoder not in self._runners:
             self._runners[decoder] = Runner(decoder, self.capturer)
         runner = self._runners[decoder]
         cache.before_drop = runner.clear
         return runner
+
+    def _meet_model(self) -> None:
+        """Drop captured steps if what they read of the model is not what and where it was: a graph has no guards."""
+        model = self.model
+        adapters = tuple(
+            (*one.active_adapters, bool(one.disable_adapters), *one.merged_adapters, *one.scaling.items())
+            for one in model.modules()
+            if hasattr(one, "merged_adapters") and hasattr(one, "scaling")
+        )
+        met = (tuple(_place(one) for one in (*model.parameters(), *model.buffers())), adapters)
+        if met != self._met:
+            for runner in self._runners.values():
+                runner.clear()
+            self._met = met
 
     @property
     def capturer(self) -> "CudaGraphs | StepByStep | None":
@@ -180,8 +195,14 @@ class Patch:
             return "graphs=False"
         if self.model.device.type != "cuda":
             return f"the model is on {self.model.device.type!r}"
-        if self.uncompiled_because not in (None, "compile=False"):
-            return self.uncompiled_because
+        if torch.is_autocast_enabled("cuda"):
+            return "torch.autocast is on, whose copies of the weights don't outlive it"
+        uncompilable = self.architecture.uncompilable(self.model.config)
+        if uncompilable is not None:
+            return uncompilable
+        experts = getattr(self.model.config, "_experts_implementation", None)
+        if experts == "grouped_mm" and not _groups_on_device(self.model):
+            return 'experts_implementation="grouped_mm" asks the host, but in bfloat16 from compute capability 9 on'
         rope = getattr(self.model.config, "rope_parameters", None) or {}
         if rope.get("rope_type") in ("dynamic", "longrope"):
             return f"rope_type {rope['rope_type']!r} asks the host for the longest position at every step"
@@ -242,6 +263,19 @@ class Patch:
 
     def __repr__(self) -> str:
         return f"Patch({type(self.model).__name__}, {self.policy.name}, budget={self.budget}, backend={self.backend})"
+
+
+def _place(tensor: torch.Tensor) -> tuple:
+    """Where a tensor lies and how it is laid out; a wrapper such as a quantised weight counts as itself."""
+    try:
+        return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape)
+    except RuntimeError:
+        return id(tensor), tensor.dtype, tuple(tensor.shape)
+
+
+def _groups_on_device(model) -> bool:
+    """Whether torch's product of grouped experts runs without the host there."""
+    return model.dtype == torch.bfloat16 and torch.cuda.get_device_capability(model.device)[0] >= 9
 
 
 def _in_place_of(original, function):

@@ -4,6 +4,7 @@
 criteria and streamers see every token. Both take the steps that `kvpatch.schedule` says.
 """
 
+import contextlib
 import time
 from typing import NamedTuple
 
@@ -41,8 +42,17 @@ class Call(NamedTuple):
 
 def decode(handle, cache, input_ids, processors, criteria, config, model_kwargs, streamer):
     """Read the prompt and decode; what `generate` returns."""
-    call = Call(input_ids, processors, criteria, config, streamer)
-    decoder, runner = handle.decoder_for(cache), handle.runner_for(cache)
+    device = cache.site.device
+    # The streams that are meant without a name are the model's.
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        call = Call(input_ids, processors, criteria, config, streamer)
+        return _decode(handle, cache, call, model_kwargs)
+
+
+def _decode(handle, cache, call: "Call", model_kwargs):
+    input_ids, processors, criteria, config, _ = call
+    runner = handle.runner_for(cache)
+    decoder = handle.decoder_for(cache) if runner is None else runner.decoder
     ending = None
     if runner is not None and why_host(processors, criteria, config) is None:
         eos, pad = (None if one is None else one.to(cache.site.device) for one in (call.eos, call.pad))
@@ -53,7 +63,6 @@ def decode(handle, cache, input_ids, processors, criteria, config, model_kwargs,
     batch, columns = input_ids.shape
     mask = model_kwargs.get("attention_mask")
     positions = model_kwargs.get("position_ids")
-    started = time.perf_counter()
     first = cache.columns if cache.phase == "decode" else 0  # column where this call's own prompt begins
     lengths = [columns - first] * batch if mask is None else row_lengths(mask[:, first:], holes=first > 0)
     check_positions(positions, [length + cache.step for length in cache.prompt] if first else [0] * batch, mask, first)
@@ -66,10 +75,11 @@ def decode(handle, cache, input_ids, processors, criteria, config, model_kwargs,
     desk = None
     if runner is not None:
         desk = runner.desk(cache.site, batch, max(len(run.kinds) for run in schedule.runs()))
-        if not first and config.max_length - columns > 2:
+        if cache.phase == "empty" and config.max_length - columns > 2:
             # Before the prompt takes its memory, and while there is nothing to lose.
             cache.reserve(batch)
             runner.ready(cache, schedule.runs(), ending, desk)
+    started = time.perf_counter()
     logits = read_prompt(
         model, handle.parts.base, handle.keyword, cache, input_ids, mask, positions, config.prefill_chunk_size
     )
@@ -137,7 +147,11 @@ def _single(cache, runner, schedule: Schedule, desk: Desk, tokens: Tensor) -> Te
 def by_run(
     call: Call, cache, decoder, runner, schedule: Schedule, ending: Ending, desk: Desk, logits: Tensor
 ) -> Tensor:
-    """The device goes on by itself; the host reads each run's tokens while the next one runs. Returns [B, L + T]."""
+    """The device goes on by itself; the host reads each run's tokens while the next one runs. Returns [B, L + T].
+
+    Sampled tokens are those of single steps; the random numbers of a run that goes on behind the last row's end are
+    drawn all the same, so that the caller's generator ends up further on.
+    """
     batch, columns = call.ids.shape
     left = call.config.max_length - columns  # tokens that may still be chosen
     reader = _Reader(desk, call)
@@ -146,7 +160,8 @@ def by_run(
     reader.send(1)
     left -= 1
     seen = cache.step
-    if left and reader.receive():
+    goes_on = bool(left) and reader.receive()
+    if goes_on:
         # Step 1 reads the whole prompt: no run that is captured does.
         if ending.eos is not None:
             cache.set_active(desk.unfinished)
@@ -154,7 +169,7 @@ def by_run(
         reader.send(1)
         left -= 1
     clock = time.perf_counter()
-    while left:
+    while left and goes_on:
         run = schedule.run_at(cache.step + 1, left)
         cache.make_room(len(run.kinds))
         runner.replay(cache, run, ending, desk)
@@ -166,8 +181,6 @@ def by_run(
         now = time.perf_counter()
         cache.stats.step_seconds.extend([(now - clock) / len(run.kinds)] * len(run.kinds))
         clock = now
-        if not goes_on:
-            break
     reader.receive()
     tokens = torch.stack(reader.tokens, -1)
     _trim(cache, decoder, seen + tokens.shape[1] - 1, reader)

@@ -35,6 +35,9 @@ DTYPES = (torch.float16, torch.bfloat16)
 DISTRIBUTIONS = {2: "flash-attn", 4: "flash-attn-4"}  # version 3 is built, not installed by a name
 
 
+RELEASES = {"flash-attn": "2.8.3.post2", "flash-attn-4": "4.0.0b36"}
+
+
 @contextlib.contextmanager
 def installed(*versions: int):
     """Of FlashAttention's packages exactly these, whatever the machine has."""
@@ -56,7 +59,7 @@ def installed(*versions: int):
     def version_of(name):
         if name.startswith("flash") and name not in there:
             raise importlib.metadata.PackageNotFoundError(name)
-        return "1.0" if name in there else version(name)
+        return RELEASES[name] if name in there else version(name)
 
     hidden = {name: None for name in ("flash_attn", "flash_attn.cute", "flash_attn_interface")}
     with pytest.MonkeyPatch.context() as patch:
@@ -74,6 +77,12 @@ def test_the_package_that_is_there_is_found(which):
     with installed(which):
         assert flash.version(None) == which
     with installed():
+        assert flash.version(None) is None
+
+
+def test_a_release_without_the_log_sum_exp_is_as_good_as_none(monkeypatch):
+    monkeypatch.setitem(RELEASES, "flash-attn", "2.5.9")
+    with installed(2):
         assert flash.version(None) is None
 
 

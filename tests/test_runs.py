@@ -276,3 +276,69 @@ def test_explain_says_what_is_captured_and_what_makes_the_host_look(llama):
         assert "no CUDA graphs: graphs=False" in str(kvpatch.explain(llama))
     finally:
         kvpatch.unpatch(llama)
+
+
+def test_a_row_that_ends_with_its_first_token_takes_no_step(llama):
+    batch = left_padded(prompts((30,)))
+    first = run(llama, batch, max_new_tokens=1)[0, -1].item()
+    for rows in (batch, left_padded(prompts((30,)) * 2)):
+        more = {"batch": rows, "eos_token_id": first, "max_new_tokens": 20}
+        assert generated(llama, "inertia", Rehearsing(), **more) == generated(llama, "inertia", None, **more)
+
+
+def test_weights_that_moved_are_captured_anew(llama):
+    capturer = Rehearsing()
+    handle = patch(llama, "inertia-lazy")
+    handle._capturer = capturer
+    weight = llama.model.layers[0].mlp.up_proj.weight
+    kept = weight.data
+    try:
+        run(llama)
+        before = len(capturer.captured)
+        run(llama)
+        assert len(capturer.captured) == before
+        weight.data = kept.clone()
+        run(llama)
+        assert len(capturer.captured) == 2 * before
+    finally:
+        weight.data = kept
+        kvpatch.unpatch(llama)
+
+
+def test_an_adapter_that_is_switched_is_captured_anew():
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(tiny("llama"), LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    capturer = Rehearsing()
+    handle = patch(model, "inertia-lazy")
+    handle._capturer = capturer
+    run(model)
+    before = len(capturer.captured)
+    with model.disable_adapter():
+        plain = run(model)
+    assert len(capturer.captured) == 2 * before
+    kvpatch.unpatch(model)
+    with model.disable_adapter(), kvpatch.patched(model, "inertia-lazy", budget=BUDGET, compile=False):
+        assert torch.equal(run(model), plain)
+
+
+def test_a_criterion_of_ones_own_on_the_length_is_heeded(llama):
+    from transformers import MaxLengthCriteria
+
+    short = StoppingCriteriaList([MaxLengthCriteria(25)])
+    found = generated(llama, "inertia-lazy", Rehearsing(), stopping_criteria=short)
+    assert found == generated(llama, "inertia-lazy", None, stopping_criteria=short)
+    assert len(found["tokens"][0]) == 25
+
+
+def test_compiled_runs_compile_each_kind_once(llama):
+    handle = patch(llama, "inertia-lazy", compile=True)
+    handle._capturer = StepByStep()
+    try:
+        run(llama)
+        compiled = handle.stats.compiles
+        for lengths in ((31, 18), (25, 40)):
+            run(llama, left_padded(prompts(lengths)))
+        assert handle.stats.compiles == compiled
+    finally:
+        kvpatch.unpatch(llama)

@@ -17,6 +17,7 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import re
 from collections.abc import Callable
 
 import torch
@@ -32,17 +33,18 @@ def version(capability: tuple[int, int] | None) -> int | None:
         return 4
     if _has("flash_attn_interface") and major in (None, 9):
         return 3
-    if _installed("flash-attn") and major in (None, 8, 9, 10, 12):
+    if _installed("flash-attn", (2, 6)) and major in (None, 8, 9, 10, 12):
         return 2
     return None
 
 
-def _installed(distribution: str) -> bool:
+def _installed(distribution: str, least: tuple[int, ...] = ()) -> bool:
     # Not an import: flash-attn-4 makes `import flash_attn` succeed without flash-attn 2 and the other way round.
     try:
-        return bool(importlib.metadata.version(distribution))
+        found = importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return False
+    return tuple(int(number) for number in re.findall(r"\d+", found)[:2]) >= least
 
 
 def _has(module: str) -> bool:
@@ -62,8 +64,12 @@ def why_not(site) -> str:
         return f"the head size is {site.width}, FlashAttention takes multiples of 8 up to 256"
     if site.windowed:
         return "a layer has a sliding window, which one length a row can't express"
-    if version(torch.cuda.get_device_capability(site.device)) is None:
+    capability = torch.cuda.get_device_capability(site.device)
+    which = version(capability)
+    if which is None:
         return f"no FlashAttention for this card is installed: {_EXTRAS}"
+    if which == 4 and capability[0] == 10 and site.width > 128:
+        return f"the head size is {site.width}, flash-attn-4 takes up to 128 on this card"
     return ""
 
 
