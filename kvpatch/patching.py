@@ -9,7 +9,7 @@ from kvpatch.errors import UnsupportedModelError
 from kvpatch.explanation import Explanation
 from kvpatch.handle import ATTRIBUTE, Patch
 from kvpatch.policy import Policy, settle
-from kvpatch.verification import compare, probe
+from kvpatch.verification import compare, probe, rounding
 
 
 def patch(
@@ -38,7 +38,8 @@ def patch(
         compile: False runs every step eagerly.
         graphs: on a GPU, capture the steps between two looks of the host as one CUDA graph; False starts every step's
             kernels one by one. Without a GPU it changes nothing.
-        verify: compare the rewritten attention with the model's own on ten tokens; costs two short forwards.
+        verify: compare the rewritten attention with the model's own on ten tokens; costs two short forwards, and a
+            third in half precision, which says how much the model itself loses there.
         replace: take an earlier patch of this model back first.
         **policy_fields: fields of the policy to replace, such as ``alpha=0.9``.
 
@@ -83,10 +84,11 @@ def patch(
         earlier.undo()
     try:
         expected = probe(model, handle.keyword, None) if verify else None
+        own = rounding(model, expected) if verify else 0.0
         handle.install()
         if verify:
             cache = SlotCache(model.config, "full", backend=handle.backend)
-            compare(expected, probe(model, handle.keyword, cache), model)
+            compare(expected, probe(model, handle.keyword, cache), model, own)
     except BaseException:
         handle.undo()
         if earlier is not None:
