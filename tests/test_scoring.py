@@ -295,7 +295,7 @@ def test_a_name_is_registered_once_unless_replaced(registry, model):
     assert any(p % 2 for p in first.flatten().tolist() if p >= 0)
 
 
-@pytest.mark.parametrize("name", ["", None, 3, even], ids=repr)
+@pytest.mark.parametrize("name", ["", None, 3, even], ids=["empty", "none", "number", "function"])
 def test_a_scorers_name_must_be_text(registry, name):
     with pytest.raises(TypeError, match="name"):
         kvpatch.register_scorer(name, even, uses_attention=False)
