@@ -56,7 +56,7 @@ def _score(of_layer: slots.LayerSlots, policy: Policy, scorer: scoring.Scorer, w
     """Let a scorer that no kernel computes into the utility, which is mutated; weights for those that use attention."""
     if weights is None:
         weights = torch.empty(0, dtype=torch.float32, device=of_layer.keys.device)
-    slots.score(of_layer, policy, scorer, weights, window)
+    slots.score(of_layer, policy, scorer, weights, slots.valid_slots(of_layer, window))
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from transformers.cache_utils import Cache
 
 from kvpatch import attention, backends, moving, scoring, selection, slots, turns
 from kvpatch.budget import UNSET
-from kvpatch.cachelayer import SlotLayer, windows_of
+from kvpatch.cachelayer import SlotLayer, heads_of, site_of, windows_of
 from kvpatch.policy import settle
 from kvpatch.rows import HEADROOM, at_most, row_lengths, slots_read
 from kvpatch.state import State
@@ -49,8 +49,7 @@ class SlotCache(Cache):
         self.windows = windows_of(text)
         self.window = self.windows[0] if len(set(self.windows)) == 1 else None  # that of every layer
         self._scorer = scoring.scorer(self.policy.scorer)
-        self._heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        self._queries = text.num_attention_heads // self._heads
+        self._config = text
         self.attends: dict[tuple, Callable] = {}  # (whether a step scores, a layer's window) -> its attention
         self._kept: slots.Buffers | None = None
         self.stepper = None  # runs decode steps in place of the base model's forward, in transformers' own loop
@@ -78,13 +77,12 @@ class SlotCache(Cache):
         self.current: slots.Buffers | None = None
         self.state: State | None = None
 
-    def settle(self, device: torch.device, dtype: torch.dtype, width: int) -> None:
-        """Choose the back end for a model of that device, dtype and head size; while nothing is held.
+    def choose_backend(self, site: attention.Site) -> None:
+        """Choose the back end for what it must serve there; while nothing is held.
 
         Raises:
             BackendError: if the one that was asked for can't run there.
         """
-        site = attention.Site(device, dtype, self._queries, width, any(self.windows))
         if site == self.site:
             return
         name, _ = attention.choose(self._asked, site)
@@ -152,7 +150,7 @@ class SlotCache(Cache):
             raise RuntimeError("SlotCache.update is for the prompt of a patched model: call kvpatch.patch(model) first")
         end = self.stored + k.shape[2]
         if self.current is None:
-            self.settle(k.device, k.dtype, k.shape[3])
+            self.choose_backend(site_of(self._config, k.device, k.dtype, k.shape[3]))
             self._shape = slots.Shape.of(self.policy, len(self.layers), k)
             self.current = self._buffers(k.shape[0], max(end, self.columns_expected()) + 1)
         elif self.current.capacity <= end:
@@ -183,9 +181,8 @@ class SlotCache(Cache):
         whole = max(needed, self.planned)
         kept = self._kept
         if kept is not None and (kept.batch != batch or kept.shape != self._shape):
-            kept = None
             self._drop()
-        if kept is not None and kept.capacity >= whole:
+        elif kept is not None and kept.capacity >= whole:
             return kept
         if self.planned >= needed:  # nothing large will be cut: prefill straight into the slots
             self._drop()
@@ -200,21 +197,18 @@ class SlotCache(Cache):
             self._kept = None
 
     def reserve(self, batch: int) -> None:
-        """Allocate what the planned generation will decode in, before its prompt is there; needs `plan` and `settle`.
-
-        Without a known end, or for a later turn, nothing is done.
-        """
-        if self.phase != "empty" or not self.planned:
-            return
-        site, kept = self.site, self._kept
-        shape = slots.Shape.at(self.policy, len(self.layers), self._heads, site.width, site.dtype, site.device)
-        if kept is None or kept.batch != batch or kept.shape != shape or kept.capacity < self.planned:
-            self._drop()
-            self._shape = shape
-            self._kept = self.allocate(batch, self.planned)
-        for layer in range(shape.layers):
-            self._kept.add_layer(layer)
+        """Allocate what the generation, which is planned, will decode in, before its prompt is there."""
+        site, heads = self.site, heads_of(self._config)[1]
+        self._shape = slots.Shape.at(self.policy, len(self.layers), heads, site.width, site.dtype, site.device)
+        kept = self._buffers(batch, self.planned)
+        for layer in range(self._shape.layers):
+            kept.add_layer(layer)
         self.note_bytes()
+
+    @property
+    def decoded_in(self) -> slots.Buffers | None:
+        """The buffers that decode steps run over: those held, or before a prompt the reserved ones."""
+        return self._kept if self.phase == "empty" else self.current
 
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[None]:
@@ -223,8 +217,8 @@ class SlotCache(Cache):
         Raises:
             RuntimeError: while a prompt is read, or when there are no buffers.
         """
-        empty = self.phase == "empty" and self._kept is not None
-        if not empty and self.phase != "decode":
+        empty = self.phase == "empty"
+        if self.phase == "prefill" or self.decoded_in is None:
             raise RuntimeError(f"steps can't be rehearsed in phase {self.phase!r}")
         scores, active = self.scores, None
         try:
@@ -286,23 +280,24 @@ class SlotCache(Cache):
     def begin_step(self) -> None:
         """Open a decode step: which kind it is, how many slots it reads, and the new token's slot."""
         self.step += 1
-        self.scores = self.policy.scores_at(self.step) and self.budget.evicts
-        n = max(slots_read(length, limit, self.step) for length, limit in zip(self.entries, self.limits, strict=True))
-        if n > self.current.capacity:
-            self._grow(n)
-        self.state.read(n)
+        self.scores = self.scores_at(self.step)
+        self.state.read(self.make_room(self.step))
         self.backend.begin(self.state.ledger, self.policy)
 
     def read_all(self) -> None:
         """Steps read up to the capacity: kernels stop at each row's length, and one captured run serves all lengths."""
         self.state.read(self.current.capacity)
 
-    def make_room(self, steps: int) -> None:
-        """Have slots for that many steps more."""
-        last = self.step + steps
-        n = max(slots_read(length, limit, last) for length, limit in zip(self.entries, self.limits, strict=True))
+    def scores_at(self, step: int) -> bool:
+        """Whether decode step `step` scores."""
+        return self.policy.scores_at(step) and self.budget.evicts
+
+    def make_room(self, step: int) -> int:
+        """Have the slots that decode step `step` reads of the longest row; how many."""
+        n = max(slots_read(length, limit, step) for length, limit in zip(self.entries, self.limits, strict=True))
         if n > self.current.capacity:
             self._grow(n)
+        return n
 
     def count(self, kinds: Sequence[bool]) -> None:
         """Steps of these kinds were taken on the device."""
@@ -314,7 +309,7 @@ class SlotCache(Cache):
     def uncount(self, steps: int) -> None:
         """The last steps were taken for rows that had all ended: they do not count."""
         for _ in range(steps):
-            self.stats.unnote_step(self.policy.scores_at(self.step) and self.budget.evicts)
+            self.stats.unnote_step(self.scores_at(self.step))
             self.step -= 1
             self.columns -= 1
         if steps:

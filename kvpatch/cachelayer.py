@@ -1,7 +1,10 @@
 """One layer of a SlotCache as transformers' `Cache` expects it, and what a config says of each layer."""
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
+
+from kvpatch.attention import Site
 
 
 def windows_of(config) -> list[int | None]:
@@ -13,6 +16,19 @@ def windows_of(config) -> list[int | None]:
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     return [window if kind == "sliding_attention" else None for kind in types[: config.num_hidden_layers]]
+
+
+def heads_of(config) -> tuple[int, int, int]:
+    """Query heads, KV heads and head size of every layer."""
+    heads = config.num_attention_heads
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    return heads, groups, getattr(config, "head_dim", None) or config.hidden_size // heads
+
+
+def site_of(config, device: torch.device, dtype: torch.dtype, width: int) -> Site:
+    """What an attention back end must serve for a model of that config, with heads of that size, at some place."""
+    heads, groups, _ = heads_of(config)
+    return Site(device, dtype, heads // groups, width, any(windows_of(config)))
 
 
 class SlotLayer(CacheLayerMixin):

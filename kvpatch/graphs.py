@@ -4,6 +4,7 @@ What is captured reads and writes only tensors that outlive it: a generation's b
 Integers are baked into a graph, so everything that is one stands in the key.
 """
 
+import functools
 import threading
 import time
 import traceback
@@ -27,7 +28,7 @@ class StepByStep:
 
     graphs = False
 
-    def capture(self, name: str, body: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, body: Callable[[], None]) -> Callable[[], None]:
         return body
 
 
@@ -42,11 +43,11 @@ class CudaGraphs:
         self.pool = torch.cuda.graph_pool_handle()
         self._failed: list[torch.cuda.CUDAGraph] = []  # the allocator still knows them
 
-    def capture(self, name: str, body: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, body: Callable[[], None]) -> Callable[[], None]:
         """Warm up, capture, and return the replay.
 
         Raises:
-            CaptureError: naming the operation that can't be captured. Streams are as before; torch's own random
+            Exception: what the operation raised that can't be captured. Streams are as before; torch's own random
                 numbers on the device may refuse to be drawn until a capture has succeeded.
         """
         current = torch.cuda.current_stream(self.device)
@@ -63,13 +64,13 @@ class CudaGraphs:
                 with torch.cuda.graph(graph, **how):
                     body()
             current.wait_stream(self.stream)
-        except Exception as error:
+        except Exception:
             # torch leaves the capture's stream current, and the pool in use by the graph that came to nothing.
             torch.cuda.set_stream(current)
             current.wait_stream(self.stream)
             self._failed.append(graph)
             self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)
-            raise CaptureError(f"{name} can't be captured as a CUDA graph: {_operation(error)}") from error
+            raise
         return graph.replay
 
 
@@ -123,29 +124,38 @@ class Runner:
         """Capture what is missing of these runs, longest first, over the buffers that the cache decodes in.
 
         The rows stand still meanwhile (`SlotCache.rehearsal`), so that nothing held is changed.
+
+        Raises:
+            CaptureError: naming the operation that can't be captured.
         """
+        missing = [run for run in runs if self._find(cache, run, ending, desk) is None]
+        if not missing:
+            return
+        if len(self._captured) + len(missing) > MOST:
+            self._captured.clear()
+            missing = runs
+        started = time.perf_counter()
         with cache.rehearsal():
-            missing = [run for run in runs if self._find(cache, run, ending, desk) is None]
-            if not missing:
-                return
-            if len(self._captured) + len(missing) > MOST:
-                self._captured.clear()
-                missing = runs
-            started = time.perf_counter()
             kept = [tensor.clone() for tensor in desk.mutable()]
             device = cache.site.device
             # What a warm-up draws must not move the caller's random numbers.
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
                 for run in missing:
-                    name = f"a run of {len(run.kinds)} step(s), {sum(run.kinds)} of them scoring,"
-                    with _ONE_AT_A_TIME:
-                        replay = self.capturer.capture(name, self._body(cache, run, ending, desk))
-                    self._captured[self._key(cache, run, ending, desk)] = Captured(replay, cache.current, desk, ending)
+                    replay = self._capture(cache, run, ending, desk)
+                    self._captured[self._key(cache, run, ending)] = Captured(replay, cache.decoded_in, desk, ending)
             for tensor, before in zip(desk.mutable(), kept, strict=True):
                 tensor.copy_(before)
-            stats = self.decoder.stats
-            stats.graphs += len(missing) if self.capturer.graphs else 0
-            stats.capture_seconds += time.perf_counter() - started
+        stats = self.decoder.stats
+        stats.graphs += len(missing) if self.capturer.graphs else 0
+        stats.capture_seconds += time.perf_counter() - started
+
+    def _capture(self, cache, run: Run, ending: Ending | None, desk: Desk) -> Callable[[], None]:
+        try:
+            with _ONE_AT_A_TIME:
+                return self.capturer.capture(functools.partial(self._steps, cache, run, ending, desk))
+        except Exception as error:
+            name = f"a run of {len(run.kinds)} step(s), {sum(run.kinds)} of them scoring,"
+            raise CaptureError(f"{name} can't be captured as a CUDA graph: {_operation(error)}") from error
 
     def replay(self, cache, run: Run, ending: Ending | None, desk: Desk) -> None:
         """Take the run's steps: tokens from the desk, and onto it. The host has counted nothing yet."""
@@ -159,29 +169,20 @@ class Runner:
         self.decoder.stats.replays += self.capturer.graphs
 
     def _find(self, cache, run, ending, desk) -> Captured | None:
-        found = self._captured.get(self._key(cache, run, ending, desk))
+        found = self._captured.get(self._key(cache, run, ending))
         # Memory may be had again at the same address: only the very same objects are what was captured.
-        return found if found is not None and found.buffers is cache.current and found.desk is desk else None
+        return found if found is not None and found.buffers is cache.decoded_in and found.desk is desk else None
 
-    def _key(self, cache, run, ending, desk) -> Hashable:
-        buffers = cache.current
-        return (
-            run,
-            buffers.batch,
-            buffers.capacity,
-            None if ending is None else ending.key,
-            cache.state.window,
-        )
+    def _key(self, cache, run, ending) -> Hashable:
+        # The decoder's are the integers that follow from policy and model, such as a window.
+        buffers = cache.decoded_in
+        return run, buffers.batch, buffers.capacity, None if ending is None else ending.key
 
-    def _body(self, cache, run: Run, ending: Ending | None, desk: Desk) -> Callable[[], None]:
-        decoder = self.decoder
-
-        def body() -> None:
-            for place, scores in enumerate(run.kinds):
-                logits = decoder.device_step(cache, desk.tokens, scores)
-                if ending is None:
-                    desk.logits.copy_(logits)
-                else:
-                    ending.take(logits, desk, place, cache.state.active)
-
-        return body
+    def _steps(self, cache, run: Run, ending: Ending | None, desk: Desk) -> None:
+        """The run's steps, on the device alone: what is captured."""
+        for place, scores in enumerate(run.kinds):
+            logits = self.decoder.device_step(cache, desk.tokens, scores)
+            if ending is None:
+                desk.logits.copy_(logits)
+            else:
+                ending.take(logits, desk, place, cache.state.active)

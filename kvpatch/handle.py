@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from kvpatch import attention, generation, patches, turns
 from kvpatch.budget import UNSET, Budget
 from kvpatch.cache import SlotCache
-from kvpatch.cachelayer import windows_of
+from kvpatch.cachelayer import site_of
 from kvpatch.decoder import Decoder
 from kvpatch.graphs import CudaGraphs, Runner, StepByStep
 from kvpatch.policy import Policy
@@ -34,12 +34,12 @@ class Patch:
 
     def __init__(self, model, architecture, policy: Policy, budget: Budget, backend: str, compile: bool, graphs: bool):
         self.model, self.architecture, self.policy, self.budget = model, architecture, policy, budget
-        self.asked, self.graphs = backend, graphs
+        self.asked, self.graphs, self._chosen_for = backend, graphs, None
         self.uncompiled_because = architecture.uncompilable(model.config) if compile else "compile=False"
         self.compile = self.uncompiled_because is None
         self.parts = architecture.find_parts(model)
         self.keyword = patches.cache_keyword(self.parts.attentions[0])
-        self.choose_backend()
+        self.choose_backend(self.site)
         self.stats = Stats()
         self.lock = threading.Lock()
         self._cache: SlotCache | None = None
@@ -51,20 +51,21 @@ class Patch:
         self._written: list[tuple[nn.Module, str, object]] = []
         self._warned: set[str] = set()
 
-    def choose_backend(self) -> None:
+    def choose_backend(self, site: attention.Site) -> None:
         """Set `backend` and `backend_reason` for where the model is now.
 
         Raises:
             BackendError: if the back end that was asked for can't run there.
         """
-        self.backend, self.backend_reason = attention.choose(self.asked, self.site)
+        if site != self._chosen_for:
+            self.backend, self.backend_reason = attention.choose(self.asked, site)
+            self._chosen_for = site
 
     @property
     def site(self) -> attention.Site:
         """What a back end must serve for the model as it is now."""
-        model, first = self.model, self.parts.attentions[0]
-        windowed = any(windows_of(model.config))
-        return attention.Site(model.device, model.dtype, first.num_key_value_groups, first.head_dim, windowed)
+        model = self.model
+        return site_of(model.config, model.device, model.dtype, self.parts.attentions[0].head_dim)
 
     # ---- the model's own attributes ----------------------------------------------------------------------------
 
@@ -121,8 +122,8 @@ class Patch:
             cache.reset()
         if cache.phase == "empty":
             site = self.site
-            cache.settle(site.device, site.dtype, site.width)
-            self.choose_backend()
+            cache.choose_backend(site)
+            self.choose_backend(site)
         cache.stats = self.stats
         self.stats.begin(cache.nbytes)
         self._last = lambda: cache

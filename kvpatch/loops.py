@@ -98,7 +98,7 @@ def _decode(handle, cache, call: "Call", model_kwargs):
 
 def by_token(call: Call, cache, decoder, runner, schedule: Schedule, desk: Desk | None, logits: Tensor):
     """The host sees every token. Returns ids [B, L + T], and scores and logits of every step where asked for."""
-    ids, config, eos = call.ids, call.config, call.eos
+    ids, config, eos, pad = call.ids, call.config, call.eos, call.pad
     batch = ids.shape[0]
     unfinished = torch.ones(batch, dtype=torch.bool, device=ids.device)
     keeps = config.return_dict_in_generate
@@ -114,7 +114,7 @@ def by_token(call: Call, cache, decoder, runner, schedule: Schedule, desk: Desk 
             raw_logits += (raw,)
         tokens = draw(chosen_by) if config.do_sample else chosen_by.argmax(-1)
         if eos is not None:
-            tokens = torch.where(unfinished, tokens, call.pad)
+            tokens = torch.where(unfinished, tokens, pad)
         ids = torch.cat((ids, tokens[:, None]), -1)
         unfinished = unfinished & ~call.criteria(ids, scores)
         if call.streamer is not None:
@@ -136,7 +136,7 @@ def _single(cache, runner, schedule: Schedule, desk: Desk, tokens: Tensor) -> Te
     """One step as a run of its own: logits [B, V], overwritten by the next."""
     started = time.perf_counter()
     run = schedule.run_at(cache.step + 1, 1)
-    cache.make_room(1)
+    cache.make_room(cache.step + 1)
     desk.tokens.copy_(tokens)
     runner.replay(cache, run, None, desk)
     cache.count(run.kinds)
@@ -152,14 +152,12 @@ def by_run(
     Sampled tokens are those of single steps; the random numbers of a run that goes on behind the last row's end are
     drawn all the same, so that the caller's generator ends up further on.
     """
-    batch, columns = call.ids.shape
-    left = call.config.max_length - columns  # tokens that may still be chosen
+    left = call.config.max_length - call.ids.shape[1]  # tokens that may still be chosen
     reader = _Reader(desk, call)
     ending.lay_out(call.ids, desk)
     ending.take(logits, desk, 0, None)
     reader.send(1)
     left -= 1
-    seen = cache.step
     goes_on = bool(left) and reader.receive()
     if goes_on:
         # Step 1 reads the whole prompt: no run that is captured does.
@@ -171,7 +169,7 @@ def by_run(
     clock = time.perf_counter()
     while left and goes_on:
         run = schedule.run_at(cache.step + 1, left)
-        cache.make_room(len(run.kinds))
+        cache.make_room(cache.step + len(run.kinds))
         runner.replay(cache, run, ending, desk)
         before = reader.waiting
         reader.send(len(run.kinds))
@@ -182,18 +180,17 @@ def by_run(
         cache.stats.step_seconds.extend([(now - clock) / len(run.kinds)] * len(run.kinds))
         clock = now
     reader.receive()
-    tokens = torch.stack(reader.tokens, -1)
-    _trim(cache, decoder, seen + tokens.shape[1] - 1, reader)
+    _trim(cache, reader)
     if call.streamer is not None:
         call.streamer.end()
-    return torch.cat((call.ids, tokens.to(call.ids)), -1)
+    return torch.cat((call.ids, torch.stack(reader.tokens, -1).to(call.ids)), -1)
 
 
-def _trim(cache, decoder, steps: int, reader: "_Reader") -> None:
+def _trim(cache, reader: "_Reader") -> None:
     """Count no step after the one that all rows had ended with: rows that are done leave no trace in it."""
-    cache.uncount(cache.step - steps)
+    cache.uncount(cache.step - (len(reader.tokens) - 1))  # the last token was not fed
     # Who ended with the last token may go on in a later turn; who ended before it was fed pads.
-    if reader.ends is not None and cache.state is not None:
+    if reader.ends is not None:
         last = torch.tensor([end is None or end == len(reader.tokens) for end in reader.ends])
         cache.set_active(last.to(cache.site.device))
 

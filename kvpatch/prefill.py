@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from kvpatch.cachelayer import heads_of
+
 # A padded prompt needs a [rows, 1, queries, keys] mask and so does every block but the first; eager attention
 # materialises the weights themselves.
 MASKED_BLOCK = 1024
@@ -46,9 +48,8 @@ def prefill_kernel(model) -> str:
 
 def _flash_kernel_runs(model) -> bool:
     """Whether SDPA's flash kernel takes the model's heads on its GPU."""
-    config = model.config
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    one = torch.empty(1, config.num_attention_heads, 16, width, dtype=model.dtype, device=model.device)
+    heads, _, width = heads_of(model.config)
+    one = torch.empty(1, heads, 16, width, dtype=model.dtype, device=model.device)
     params = torch.backends.cuda.SDPAParams(one, one, one, None, 0.0, True, False)
     return torch.backends.cuda.can_use_flash_attention(params)
 

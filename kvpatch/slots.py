@@ -60,9 +60,10 @@ def make_attend(
     def attend(slots: LayerSlots, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         n = slots.index.shape[0]
         write(slots, k, v)
-        output, weights = decode(q, slots.keys[:, :, :n], slots.values[:, :, :n], valid_slots(slots, window), scale)
+        valid = valid_slots(slots, window)
+        output, weights = decode(q, slots.keys[:, :, :n], slots.values[:, :, :n], valid, scale)
         if scores:
-            score(slots, policy, scorer, weights, window)
+            score(slots, policy, scorer, weights, valid)
         return output
 
     return attend
@@ -85,12 +86,13 @@ def valid_slots(slots: LayerSlots, window: int | None) -> Tensor:
     return held & (slots.positions[..., : slots.index.shape[0]] > slots.newest[:, None, None] - window)
 
 
-def score(slots: LayerSlots, policy: Policy, scorer: scoring.Scorer, weights: Tensor, window: int | None) -> None:
+def score(slots: LayerSlots, policy: Policy, scorer: scoring.Scorer, weights: Tensor, valid: Tensor) -> None:
     """Let one layer's score into the utility of what active rows hold. Mutates the utility.
 
     Args:
         weights: [B, G, R, n] attention of the newest query, 0 outside the valid slots; for a scorer that does not use
             it, any tensor of the dtype to score in.
+        valid: what `valid_slots` gives.
     """
     batch, groups = slots.keys.shape[:2]
     n = slots.index.shape[0]
@@ -99,7 +101,7 @@ def score(slots: LayerSlots, policy: Policy, scorer: scoring.Scorer, weights: Te
         slots.keys[:, :, :n],
         slots.values[:, :, :n],
         slots.positions[..., :n],
-        valid_slots(slots, window),
+        valid,
         policy.head_pool,
         policy.seed,
     )

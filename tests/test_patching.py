@@ -18,6 +18,7 @@ from transformers import (
 )
 
 import kvpatch
+from kvpatch import patches, verification
 
 run = functools.partial(run_longer, max_new_tokens=12)
 
@@ -484,3 +485,26 @@ def test_importing_changes_nothing():
     done = subprocess.run([sys.executable, "-c", STATE], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads(done.stdout.splitlines()[-1]) == []
+
+
+def test_in_half_precision_twice_the_models_own_rounding_is_allowed_and_never_more_than_three_tenths():
+    model, expected = llama(layers=1, dtype=torch.bfloat16), torch.ones(3, 7)
+    keyword = patches.cache_keyword(model.model.layers[0].self_attn)
+    own = verification.rounding(model, 1.25 * verification.probe(model, keyword, None))
+    assert abs(own - 0.2) < 0.02  # a fifth of what it is compared with, and what bfloat16 rounds
+
+    def passes(error: float, own: float) -> bool:
+        try:
+            verification.compare(expected, expected * (1 + error), model, own)
+        except kvpatch.VerificationError:
+            return False
+        return True
+
+    assert passes(0.029, 0.0) and not passes(0.031, 0.0)
+    assert passes(0.099, 0.05) and not passes(0.101, 0.05)
+    assert passes(0.29, 1.0) and not passes(0.31, 1.0)
+
+
+def test_in_single_precision_nothing_is_allowed_for_rounding():
+    model = llama(layers=1, dtype=torch.float32)
+    assert verification.rounding(model, torch.zeros(3, 7)) == 0.0

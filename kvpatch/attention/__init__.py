@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvpatch.attention import flash, packed, reference
 from kvpatch.errors import BackendError
+from kvpatch.scoring import pool
 
 # What needs only the slots and gives weights: (q, keys, values, valid, scale) -> (output, weights).
 PLAIN = {"packed": packed.decode, "reference": reference.decode}
@@ -118,10 +119,7 @@ def decode(
         BackendError: if a named back end can't run there.
     """
     rows, heads, groups, width = _checked(q, k, v, lengths, head_pool)
-    site = Site(q.device, q.dtype, heads // groups, width)
-    name, _ = choose(backend, site)
-    if name == "flash":
-        raise BackendError("backend='flash' can't run: plain tensors are for 'triton', 'packed' and 'reference'")
+    name = _of_plain_tensors(backend, q, heads // groups)
     scale = width**-0.5 if scale is None else scale
     one, capacity = q.reshape(rows, heads, 1, width), k.shape[2]
     own = groups if per_head else 1
@@ -131,8 +129,6 @@ def decode(
         length = lengths.to(torch.int64)[:, None].expand(rows, own).contiguous()
         out, _, pooled = triton.decode(one, k, v, length, capacity, scale, "attention" if scores else "", head_pool)
     else:
-        from kvpatch.scoring import pool
-
         valid = (torch.arange(capacity, device=q.device) < lengths[:, None])[:, None]
         out, weights = PLAIN[name](one, k, v, valid, scale)
         pooled = pool(weights, head_pool, 2).squeeze(2)
@@ -179,19 +175,13 @@ def window_scores(
     if q.ndim != 4:
         raise ValueError(f"q must be [rows, heads, window, head size], got {list(q.shape)}")
     rows, heads, window, width = q.shape
-    if k.ndim != 4 or k.shape[0] != rows or k.shape[3] != width or heads % max(1, k.shape[1]):
-        raise ValueError(
-            f"k must be [{rows}, KV heads that divide {heads}, tokens, {width}] to fit q, got {list(k.shape)}"
-        )
-    if lengths.shape != (rows,) or lengths.is_floating_point():
-        raise ValueError(f"lengths must be [{rows}] integers, got {lengths.dtype} {list(lengths.shape)}")
+    _check_keys("k", k, q)
+    _check_lengths(lengths, rows)
     if head_pool not in ("mean", "max", "rms") or (head_pool != "mean" and window > 1):
         raise ValueError(f'head_pool must be "mean", or "max" or "rms" with one query, got {head_pool!r}')
     if lse is not None and lse.shape != (rows, heads, window):
         raise ValueError(f"lse must be {[rows, heads, window]}, got {list(lse.shape)}")
-    name, _ = choose(backend, Site(q.device, q.dtype, heads // k.shape[1], width))
-    if name == "flash":
-        raise BackendError("backend='flash' can't run: plain tensors are for 'triton', 'packed' and 'reference'")
+    name = _of_plain_tensors(backend, q, heads // k.shape[1])
     scale = width**-0.5 if scale is None else scale
     if name == "triton":
         from kvpatch.attention import triton
@@ -201,8 +191,6 @@ def window_scores(
         accumulated = torch.float64 if name == "reference" else torch.promote_types(q.dtype, torch.float32)
         scores = packed.window_scores(q, k, lengths, lse, scale, head_pool, accumulated)
         if not per_head:
-            from kvpatch.scoring import pool
-
             scores = pool(scores, head_pool, 1)
     return scores if per_head else scores[:, 0]
 
@@ -212,22 +200,38 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, head_pool: str) -
         raise ValueError(f"q must be [rows, heads, head size] or [rows, heads, 1, head size], got {list(q.shape)}")
     rows, heads, width = q.shape[0], q.shape[1], q.shape[-1]
     for name, tensor in (("k", k), ("v", v)):
-        if tensor.ndim != 4 or tensor.shape[0] != rows or tensor.shape[3] != width or heads % max(1, tensor.shape[1]):
-            raise ValueError(
-                f"{name} must be [{rows}, KV heads that divide {heads}, slots, {width}] to fit q, got "
-                f"{list(tensor.shape)}"
-            )
+        _check_keys(name, tensor, q)
         if tensor.dtype != q.dtype or tensor.device != q.device:
             raise ValueError(f"{name} must be {q.dtype} on {q.device} as q is, got {tensor.dtype} on {tensor.device}")
         if not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()} for {list(tensor.shape)}")
     if k.shape != v.shape:
         raise ValueError(f"v must have k's shape {list(k.shape)}, got {list(v.shape)}")
-    if lengths.shape != (rows,) or lengths.is_floating_point():
-        raise ValueError(f"lengths must be [{rows}] integers, got {lengths.dtype} {list(lengths.shape)}")
+    _check_lengths(lengths, rows)
     if head_pool not in ("mean", "max", "rms"):
         raise ValueError(f"head_pool must be one of mean, max, rms, got {head_pool!r}")
     return rows, heads, k.shape[1], width
+
+
+def _check_keys(name: str, tensor: Tensor, q: Tensor) -> None:
+    rows, heads, width = q.shape[0], q.shape[1], q.shape[-1]
+    if tensor.ndim != 4 or tensor.shape[0] != rows or tensor.shape[3] != width or heads % max(1, tensor.shape[1]):
+        raise ValueError(
+            f"{name} must be [{rows}, KV heads that divide {heads}, slots, {width}] to fit q, got {list(tensor.shape)}"
+        )
+
+
+def _check_lengths(lengths: Tensor, rows: int) -> None:
+    if lengths.shape != (rows,) or lengths.is_floating_point():
+        raise ValueError(f"lengths must be [{rows}] integers, got {lengths.dtype} {list(lengths.shape)}")
+
+
+def _of_plain_tensors(backend: str, q: Tensor, queries: int) -> str:
+    """The back end for tensors that are no slots of a cache."""
+    name, _ = choose(backend, Site(q.device, q.dtype, queries, q.shape[-1]))
+    if name == "flash":
+        raise BackendError("backend='flash' can't run: plain tensors are for 'triton', 'packed' and 'reference'")
+    return name
 
 
 __all__ = ["decode", "window_scores"]

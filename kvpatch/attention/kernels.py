@@ -242,6 +242,16 @@ def _aggregated(utility, score, alpha, RULE: tl.constexpr):
 
 
 @triton.jit
+def _let_out(UTILITY, SCORES, place, score, held, inside, alpha, RULE: tl.constexpr, APPLIES: tl.constexpr):
+    """Scores into the utility where something is held, with APPLIES; else into SCORES, 0 where nothing is."""
+    if APPLIES:
+        old = tl.load(UTILITY + place, mask=held, other=0.0)
+        tl.store(UTILITY + place, _aggregated(old, score, alpha, RULE), mask=held)
+    else:
+        tl.store(SCORES + place, tl.where(held, score, 0.0), mask=inside)
+
+
+@triton.jit
 def _combine(PARTIAL, LSE, OUT, head, splits, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr):
     split, slot_d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
     lse = tl.load(LSE + head * splits + split, mask=split < splits, other=float("-inf"))
@@ -341,11 +351,8 @@ def settle(
             tl.store(ENTROPY + (row * blocks + block) * 2, tl.sum(part, 0))
             tl.store(ENTROPY + (row * blocks + block) * 2 + 1, tl.sum((one != float("-inf")).to(tl.float32), 0))
             tl.store(POOLED + at, tl.where(held, score, 0.0), mask=slot < capacity)
-        elif APPLIES:
-            old = tl.load(UTILITY + at, mask=held, other=0.0)
-            tl.store(UTILITY + at, _aggregated(old, score, alpha, RULE), mask=held)
         else:
-            tl.store(POOLED + at, tl.where(held, score, 0.0), mask=slot < capacity)
+            _let_out(UTILITY, POOLED, at, score, held, slot < capacity, alpha, RULE, APPLIES)
 
 
 @triton.jit
@@ -378,11 +385,7 @@ def apply(
     held = slot < _active_length(LENGTH + row, ACTIVE + row)
     place = row.to(tl.int64) * capacity + slot
     score = tl.load(POOLED + place, mask=held, other=0.0) * factor
-    if APPLIES:
-        old = tl.load(UTILITY + place, mask=held, other=0.0)
-        tl.store(UTILITY + place, _aggregated(old, score, alpha, RULE), mask=held)
-    else:
-        tl.store(OUT + place, score, mask=slot < capacity)
+    _let_out(UTILITY, OUT, place, score, held, slot < capacity, alpha, RULE, APPLIES)
 
 
 @triton.jit
@@ -538,11 +541,7 @@ def pooled(
             total = _met(total, _pooled_heads(weights, POOL), POOL)
     score = _finished(total, (last_group - first_group) * R * queries, POOL)
     place = (row * own_heads + own).to(tl.int64) * capacity + slot
-    if APPLIES:
-        old = tl.load(UTILITY + place, mask=held, other=0.0)
-        tl.store(UTILITY + place, _aggregated(old, score, alpha, RULE), mask=held)
-    else:
-        tl.store(OUT + place, tl.where(held, score, 0.0), mask=slot < capacity)
+    _let_out(UTILITY, OUT, place, score, held, slot < capacity, alpha, RULE, APPLIES)
 
 
 @triton.jit

@@ -74,7 +74,7 @@ class _Forward:
         queries = heads // groups
         self.config = configs.config_for(queries, width, q.element_size())
         self.splits = _splits(q, keys, n, self.config)
-        self.q, self.keys, self.length, self.active, self.n = q, keys, length, active, n
+        self.keys, self.length, self.active, self.n = keys, length, active, n
         self.own_heads, self.scorer = length.shape[1], scorer
         self.shape = {
             "R": queries,
@@ -133,16 +133,23 @@ class _Forward:
             num_warps=self.config.warps,
         )
 
-    def settle(self, head_pool: str = "mean", utility: Tensor | None = None, rule: str = "single", alpha: float = 0.0):
+    def combine(self) -> None:
+        """Add the splits up."""
+        self._settle("", "mean", None, "single", 0.0)
+
+    def settle(self, head_pool: str, utility: Tensor | None = None, rule: str = "single", alpha: float = 0.0):
         """Add the splits up and score; the scores [B, Gc, C] where no utility takes them, else None."""
+        return self._settle(self.scorer, head_pool, utility, rule, alpha)
+
+    def _settle(self, scorer: str, head_pool: str, utility: Tensor | None, rule: str, alpha: float):
         batch, heads = self.out.shape[0], self.out.shape[2]
         capacity = self.keys.shape[2]
-        blocks = triton.cdiv(self.n, _BLOCK_SCORES) if self.scorer else 0
+        blocks = triton.cdiv(self.n, _BLOCK_SCORES) if scorer else 0
         combining = heads if self.splits > 1 else 0
-        applies, entropy = utility is not None, self.scorer == "entropy"
+        applies, entropy = utility is not None, scorer == "entropy"
         nothing = self.lse
         pooled = nothing
-        if self.scorer and (entropy or not applies):
+        if scorer and (entropy or not applies):
             pooled = nothing.new_zeros(batch, self.own_heads, capacity)
         partial_entropy = nothing.new_empty(batch, blocks, 2) if entropy else nothing
         target = utility if applies else nothing
@@ -172,8 +179,8 @@ class _Forward:
                 BLOCK_D=self.shape["BLOCK_D"],
                 BLOCK_S=_power(self.splits),
                 BLOCK_N=_BLOCK_SCORES,
-                SCORES=bool(self.scorer),
-                SCORER=self.scorer,
+                SCORES=bool(scorer),
+                SCORER=scorer,
                 POOL=head_pool,
                 RULE=rule,
                 APPLIES=applies,
@@ -198,7 +205,7 @@ class _Forward:
                 num_warps=4,
             )
             pooled = scores
-        return None if applies or not self.scorer else pooled
+        return None if applies or not scorer else pooled
 
     @property
     def log_sum_exp(self) -> Tensor:
@@ -276,14 +283,12 @@ def attend_weights(
         forward = _Forward(
             q, keys, values, length, active, n, scale, "attention", (k, v, free), window, (positions, newest)
         )
-        logits = forward.logits
-        forward.scorer = ""
-        forward.settle()
+        forward.combine()
         batch, groups = keys.shape[:2]
-        lse = torch.logsumexp(forward.lse * _LN2, -1, keepdim=True)
         inside = torch.arange(n, device=q.device) < length[..., None]
         inside = (inside & active[:, None, None]).unsqueeze(2)
-        weights = torch.exp(logits[..., :n] * _LN2 - lse).view(batch, groups, -1, n)
+        logits = forward.logits[..., :n] * _LN2
+        weights = torch.exp(logits - forward.log_sum_exp[..., None]).view(batch, groups, -1, n)
         return forward.out, torch.where(inside, weights, 0.0)
 
 

@@ -17,7 +17,7 @@ from transformers import CompileConfig, StoppingCriteria, StoppingCriteriaList
 import kvpatch
 from kvpatch.bench.disturbance import Others, Peak, synchronize
 from kvpatch.bench.record import Clock, CompileWatch
-from kvpatch.cachelayer import windows_of
+from kvpatch.cachelayer import heads_of, windows_of
 
 PLAIN = ("dynamic", "static")
 
@@ -167,7 +167,6 @@ def cache_bytes(model, tokens: float, beyond: int = 0) -> float:
     Args:
         beyond: added to every sliding window.
     """
-    config = model.config
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    met = sum(tokens if window is None else min(tokens, window + beyond) for window in windows_of(config))
-    return met * 2 * config.num_key_value_heads * width * model.dtype.itemsize
+    _, groups, width = heads_of(model.config)
+    met = sum(tokens if window is None else min(tokens, window + beyond) for window in windows_of(model.config))
+    return met * 2 * groups * width * model.dtype.itemsize

@@ -53,11 +53,16 @@ TOY = (
 )
 
 
-def relative(got: Tensor, wanted: Tensor) -> float:
-    """Root mean square of the difference over that of what is wanted, of the worst row; NaN where `got` holds any."""
+def relative_rows(got: Tensor, wanted: Tensor) -> Tensor:
+    """Root mean square of the difference over that of what is wanted, per row (first dimension); NaN as in `got`."""
     wanted = wanted.double().flatten(1)
     error = (got.double().flatten(1) - wanted).square().mean(1).sqrt()
-    return (error / wanted.square().mean(1).sqrt()).max().item()
+    return error / wanted.square().mean(1).sqrt()
+
+
+def relative(got: Tensor, wanted: Tensor) -> float:
+    """`relative_rows` of the worst row."""
+    return relative_rows(got, wanted).max().item()
 
 
 def back_ends(shape: Shape, place: Place, pool: str = "mean", per_head: bool = False) -> str:

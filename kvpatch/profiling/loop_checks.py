@@ -10,6 +10,7 @@ from torch import Tensor
 import kvpatch
 from kvpatch.graphs import StepByStep
 from kvpatch.profiling import models
+from kvpatch.profiling.kernel_checks import relative_rows
 from kvpatch.profiling.models import VOCABULARY, Place
 from kvpatch.profiling.parts import Part, require
 
@@ -115,7 +116,7 @@ def same_logits(how: dict, place: Place, steps: int = 64) -> str:
             found.append(torch.stack(run(handle, place, batch, steps + 1, **more).logits).cpu())
     wanted, got = found
     require(bool(got.isfinite().all()), "every logit must be a finite number")
-    error = (got - wanted).square().mean((1, 2)).sqrt() / wanted.square().mean((1, 2)).sqrt()
+    error = relative_rows(got, wanted)
     worst = int(error.argmax())
     require(
         float(error.max()) <= LOGITS,

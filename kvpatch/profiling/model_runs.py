@@ -12,6 +12,7 @@ from transformers import DynamicCache, StaticCache
 import kvpatch
 from kvpatch.bench.disturbance import Peak
 from kvpatch.bench.record import Clock
+from kvpatch.cachelayer import heads_of
 from kvpatch.errors import CaptureError
 from kvpatch.patches import cache_keyword
 from kvpatch.profiling import models, timing
@@ -136,10 +137,9 @@ def static(bench: Bench, model, rows: int, prompt: int, steps: int, read: bool =
     new_tokens = models.whole_runs(steps)
     batch = bench.prompts(model, rows, prompt)
     keyword = cache_keyword(model.model.layers[0].self_attn)
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     with Peak(place.device) as peak, torch.no_grad():
         cache = StaticCache(config=config, max_cache_len=prompt + new_tokens)
-        cache.early_initialization(rows, config.num_key_value_heads, width, model.dtype, place.device)
+        cache.early_initialization(rows, *heads_of(config)[1:], model.dtype, place.device)
         _fill(cache, model, batch["input_ids"][:, :-1], keyword, read)
         more = {} if place.cuda else {"disable_compile": True}
         models.generate(model, batch, new_tokens, streamer=clock, **{keyword: cache}, **more)

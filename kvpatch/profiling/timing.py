@@ -6,9 +6,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from kvpatch.graphs import WARM_UPS, CudaGraphs
 from kvpatch.profiling.models import Place
-
-WARM_UPS = 3
 
 
 def captured(place: Place, body: Callable[[], None]) -> Callable[[], None]:
@@ -19,17 +18,7 @@ def captured(place: Place, body: Callable[[], None]) -> Callable[[], None]:
     if not place.cuda:
         body()
         return body
-    stream = torch.cuda.Stream(place.device)
-    stream.wait_stream(torch.cuda.current_stream(place.device))
-    with torch.cuda.stream(stream):
-        for _ in range(WARM_UPS):
-            body()
-    torch.cuda.synchronize(place.device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        body()
-    torch.cuda.current_stream(place.device).wait_stream(stream)
-    return graph.replay
+    return CudaGraphs(place.device).capture(body)
 
 
 def rounds(place: Place, function: Callable[[], None], count: int, warm_ups: int = WARM_UPS) -> list[float]:
