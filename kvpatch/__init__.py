@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from kvpatch.errors import BackendError, CaptureError, KVPatchError, UnsupportedModelError, VerificationError
     from kvpatch.patching import Patch, explain, patch, patched, unpatch
     from kvpatch.policy import Policy, list_policies
+    from kvpatch.ranking import Blend
     from kvpatch.scoring import Scene, list_scorers, register_scorer
 
 __version__ = "0.1.0"
@@ -18,11 +19,13 @@ _HOMES = {
     "kvpatch.errors": ("BackendError", "CaptureError", "KVPatchError", "UnsupportedModelError", "VerificationError"),
     "kvpatch.patching": ("Patch", "explain", "patch", "patched", "unpatch"),
     "kvpatch.policy": ("Policy", "list_policies"),
+    "kvpatch.ranking": ("Blend",),
     "kvpatch.scoring": ("Scene", "list_scorers", "register_scorer"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "BackendError",
+    "Blend",
     "Budget",
     "CaptureError",
     "KVPatchError",

@@ -17,7 +17,8 @@ from kvpatch.policy import Policy
 class Backend(NamedTuple):
     """One back end.
 
-    attend: (policy, scorer, scores, window) -> the function for `LayerSlots.attend`, one object per arguments.
+    attend: (policy, scorers, scored, window) -> the function for `LayerSlots.attend`, as `slots.make_attend`; one
+        object per arguments.
     begin: (ledger, policy), as `slots.begin`.   finish: (ledger, policy, scored), as `slots.finish`.
     """
 
@@ -33,8 +34,8 @@ def backend(name: str, site: attention.Site) -> Backend:
     if name in attention.PLAIN:
         decode = attention.PLAIN[name]
 
-        def attend(policy, scorer, scores, window):
-            return slots.make_attend(policy, scorer, decode, scores, window)
+        def attend(policy, scorers, scored, window):
+            return slots.make_attend(policy, scorers, decode, scored, window)
 
         return Backend(name, attend, slots.begin, slots.finish)
     if name == "triton":
@@ -42,8 +43,8 @@ def backend(name: str, site: attention.Site) -> Backend:
     capability = torch.cuda.get_device_capability(site.device) if site.device.type == "cuda" else None
     which = attention.flash.version(capability)
 
-    def flash_attend(policy, scorer, scores, window):
-        return _flash(policy, scorer, scores, which)  # `attention.choose` lets no window come here
+    def flash_attend(policy, scorers, scored, window):
+        return _flash(policy, scorers, scored, which)  # `attention.choose` lets no window come here
 
     return Backend(name, flash_attend, _begin, _finish)
 
@@ -52,24 +53,32 @@ def backend(name: str, site: attention.Site) -> Backend:
 _KERNELS = {scoring.attention: "attention", scoring.vnorm: "vnorm", scoring.entropy: "entropy"}
 
 
-def _score(of_layer: slots.LayerSlots, policy: Policy, scorer: scoring.Scorer, weights: Tensor | None, window) -> None:
-    """Let a scorer that no kernel computes into the utility, which is mutated; weights for those that use attention."""
+def _score(of_layer: slots.LayerSlots, policy: Policy, scorers, scored, weights: Tensor | None, window) -> None:
+    """Let scores that no kernel computes into the utility, which is mutated; weights for those that use attention."""
     if weights is None:
         weights = torch.empty(0, dtype=torch.float32, device=of_layer.keys.device)
-    slots.score(of_layer, policy, scorer, weights, slots.valid_slots(of_layer, window))
+    rankings, valid = policy.rankings, slots.valid_slots(of_layer, window)
+    for number in scored:
+        slots.score(of_layer, policy, number, rankings[number], scorers[number], weights, valid)
+
+
+def _kernel_of(scorers: tuple[scoring.Scorer, ...], scored: tuple[int, ...]) -> str:
+    """The one scorer that the attention kernel computes on the way: the first ranking's, where no other one scores."""
+    return _KERNELS.get(scorers[0].score, "") if scored == (0,) else ""
 
 
 @functools.cache
-def _fused(policy: Policy, scorer: scoring.Scorer, scores: bool, window: int | None) -> Callable:
+def _fused(policy: Policy, scorers: tuple, scored: tuple[int, ...], window: int | None) -> Callable:
     from kvpatch.attention import triton
 
-    inside = _KERNELS.get(scorer.score, "") if scores else ""
-    by_torch = scores and not inside
+    own, inside = policy.rankings[0], _kernel_of(scorers, scored)
+    by_torch = bool(scored) and not inside
+    needs_weights = by_torch and any(scorers[number].uses_attention for number in scored)
 
     def attend(of_layer: slots.LayerSlots, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         n = of_layer.index.shape[0]
         places = (of_layer.positions, of_layer.free, of_layer.length, of_layer.newest, of_layer.active)
-        if by_torch and scorer.uses_attention:
+        if needs_weights:
             output, weights = triton.attend_weights(
                 q, k, v, of_layer.keys, of_layer.values, *places, n, scale, window or 0
             )
@@ -87,22 +96,23 @@ def _fused(policy: Policy, scorer: scoring.Scorer, scores: bool, window: int | N
                 scale,
                 window or 0,
                 inside,
-                policy.head_pool,
-                slots.layer_rule(policy),
-                float(policy.alpha),
+                own.head_pool,
+                slots.layer_rule(policy, own),
+                float(own.alpha),
             )
         if by_torch:
-            _score(of_layer, policy, scorer, weights, window)
+            _score(of_layer, policy, scorers, scored, weights, window)
         return output
 
     return attend
 
 
 @functools.cache
-def _flash(policy: Policy, scorer: scoring.Scorer, scores: bool, which: int) -> Callable:
+def _flash(policy: Policy, scorers: tuple, scored: tuple[int, ...], which: int) -> Callable:
     from kvpatch.attention import flash, triton
 
-    inside = scores and scorer.score is scoring.attention
+    own, inside = policy.rankings[0], _kernel_of(scorers, scored) == "attention"
+    needs_weights = any(scorers[number].uses_attention for number in scored)
 
     def attend(of_layer: slots.LayerSlots, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         n = of_layer.index.shape[0]
@@ -118,13 +128,13 @@ def _flash(policy: Policy, scorer: scoring.Scorer, scores: bool, which: int) -> 
                 of_layer.utility,
                 n,
                 scale,
-                policy.head_pool,
-                slots.layer_rule(policy),
-                float(policy.alpha),
+                own.head_pool,
+                slots.layer_rule(policy, own),
+                float(own.alpha),
             )
-        elif scores:
-            weights = _weights(q, of_layer, lse, n, scale) if scorer.uses_attention else None
-            _score(of_layer, policy, scorer, weights, None)
+        elif scored:
+            weights = _weights(q, of_layer, lse, n, scale) if needs_weights else None
+            _score(of_layer, policy, scorers, scored, weights, None)
         return output
 
     return attend
@@ -143,6 +153,10 @@ def _weights(q: Tensor, of_layer: slots.LayerSlots, lse: Tensor, n: int, scale: 
 def _begin(ledger: slots.Ledger, policy: Policy) -> None:
     from kvpatch.attention import triton
 
+    if policy.blend is not None:  # the kernels know one ranking
+        slots.begin(ledger, policy)
+        return
+
     ledger.newest.add_(ledger.active)
     triton.admit(
         ledger.utility,
@@ -156,8 +170,12 @@ def _begin(ledger: slots.Ledger, policy: Policy) -> None:
     )
 
 
-def _finish(ledger: slots.Ledger, policy: Policy, scored: int) -> None:
+def _finish(ledger: slots.Ledger, policy: Policy, scored: tuple[int, ...]) -> None:
     from kvpatch.attention import triton
+
+    if policy.blend is not None:
+        slots.finish(ledger, policy, scored)
+        return
 
     triton.choose(
         ledger.utility,
@@ -167,10 +185,10 @@ def _finish(ledger: slots.Ledger, policy: Policy, scored: int) -> None:
         ledger.length,
         ledger.newest,
         ledger.active,
-        list(ledger.rows),
+        list(ledger.rows[:5]),
         policy.evicts,
         bool(policy.sinks or policy.recent or policy.reserve),
-        scored if policy.coupling == "uniform" else 0,
+        scored[0] if scored and policy.coupling == "uniform" else 0,
         policy.aggregation,
         float(policy.alpha),
         selection.TIE,

@@ -45,12 +45,15 @@ class SlotCache(Cache):
         super().__init__(layers=[SlotLayer(self, index) for index in range(text.num_hidden_layers)])
         self.max_new_tokens = max_new_tokens
         self.stats = Stats()
-        self.scoring_layers = self.policy.scoring_layers(len(self.layers))
+        rankings = self.policy.rankings
+        layers = [ranking.scoring_layers(len(self.layers)) for ranking in rankings]
+        self.scoring_layers = tuple(map(len, layers))  # for each ranking, how many
+        self._scored = [tuple(n for n, some in enumerate(layers) if index in some) for index in range(len(self.layers))]
         self.windows = windows_of(text)
         self.window = self.windows[0] if len(set(self.windows)) == 1 else None  # that of every layer
-        self._scorer = scoring.scorer(self.policy.scorer)
+        self._scorers = tuple(scoring.scorer(ranking.scorer) for ranking in rankings)
         self._config = text
-        self.attends: dict[tuple, Callable] = {}  # (whether a step scores, a layer's window) -> its attention
+        self.attends: dict[tuple, Callable] = {}  # (rankings that a layer scores for, its window) -> its attention
         self._kept: slots.Buffers | None = None
         self.stepper = None  # runs decode steps in place of the base model's forward, in transformers' own loop
         self.before_move = _nothing  # called before buffers are moved or given back: let go of them
@@ -88,8 +91,8 @@ class SlotCache(Cache):
         name, _ = attention.choose(self._asked, site)
         self.site, self.backend = site, backends.backend(name, site)
         self.attends = {
-            (scores, window): self.backend.attend(self.policy, self._scorer, scores, window)
-            for scores in (False, True)
+            (scored, window): self.backend.attend(self.policy, self._scorers, scored, window)
+            for scored in dict.fromkeys([(), *self._scored])
             for window in dict.fromkeys(self.windows)
         }
 
@@ -141,7 +144,7 @@ class SlotCache(Cache):
             self.columns += query
             self.stored += query
         else:
-            self.backend.finish(self.state.ledger, self.policy, len(self.scoring_layers) if self.scores else 0)
+            self.backend.finish(self.state.ledger, self.policy, self.scoring_layers if self.scores else ())
             self.end_step()
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -225,7 +228,9 @@ class SlotCache(Cache):
             if empty:
                 nothing = torch.ones(self._kept.batch, dtype=torch.int64, device=self._kept.shape.device)
                 self.current = self._kept
-                self.state = State(self.current, selection.Rows(*[nothing] * 5), nothing, self.window)
+                self.state = State(
+                    self.current, selection.Rows(*[nothing] * len(selection.Rows._fields)), nothing, self.window
+                )
                 self.phase = "decode"
             active = self.state.active.clone()
             self.state.active.fill_(False)
@@ -266,12 +271,15 @@ class SlotCache(Cache):
         entries, prompt = torch.tensor(self.entries, device=device), torch.tensor(self.prompt, device=device)
         if any(length != self.stored for length in self.entries):
             moving.squeeze(self.current, valid)
-        moving.enter(self.current, before, prompt - entries, self.policy.new_token == "mean")
+        means = [ranking.new_token == "mean" for ranking in self.policy.rankings]
+        moving.enter(self.current, before, prompt - entries, means)
         far = torch.iinfo(torch.int64).max // 4
         limits = [far if limit is None else min(limit, far) for limit in self.limits]
         protected = [(0, 0, 0) if budget is None else self.policy.protected(budget) for budget in self.budgets]
         rows = (torch.tensor(column, device=device) for column in (limits, *zip(*protected, strict=True)))
-        self.state = State(self.current, selection.Rows(*rows, prompt), entries, self.window)
+        blended = [0 if budget is None else self.policy.blended(budget) for budget in self.budgets]
+        rows = selection.Rows(*rows, prompt, torch.tensor(blended, device=device))
+        self.state = State(self.current, rows, entries, self.window)
         self.phase = "decode"
         self.stats.note_rows(self.prompt, self.entries, self.limits)
 
@@ -324,7 +332,7 @@ class SlotCache(Cache):
         """One layer's tensors for the current decode step; None while the prompt is read."""
         if self.phase != "decode":
             return None
-        attend = self.attends[self.scores and layer in self.scoring_layers, self.windows[layer]]
+        attend = self.attends[self._scored[layer] if self.scores else (), self.windows[layer]]
         return slots.LayerSlots(*self.state.views[layer], self.state.ledger.index, attend)
 
     def set_active(self, active: Tensor) -> None:
@@ -346,10 +354,12 @@ class SlotCache(Cache):
         source, state = self.current, self.state
         n = state.ledger.index.shape[0]
         held = max(at_most(length + 1, limit) for length, limit in zip(self.entries, self.limits, strict=True))
-        utility, positions = source.utility[0, ..., :n], source.positions[..., :n]
+        utility, positions = source.utility[..., :n], source.positions[..., :n]
         valid = state.may_stay(positions)
         shielded = selection.protected(positions, state.newest, state.rows) & valid
-        keep = selection.first_cut(utility, valid, shielded, positions, state.rows.budget, self.policy.rescue)
+        if self.policy.blend is not None:
+            shielded |= selection.best(utility[1], positions, valid, state.rows.blended)
+        keep = selection.first_cut(utility[0], valid, shielded, positions, state.rows.budget, self.policy.rescue)
         target = source
         if source is not self._kept:
             needed = max(self.planned, held + 1)

@@ -53,14 +53,15 @@ class Decoder:
     Args:
         parts: the model's pieces.
         policy, backend: what the end of a step follows, and what runs it (`kvpatch.backends.Backend`).
+        scoring_layers: for each of the policy's rankings, how many layers score.
         compile: whether the layer and the head are compiled.
         stats: where compilations are counted.
     """
 
-    def __init__(self, parts: Parts, policy, backend, *, scoring_layers: int, compile: bool, stats: Stats):
+    def __init__(self, parts: Parts, policy, backend, *, scoring_layers: tuple[int, ...], compile: bool, stats: Stats):
         self.parts, self.policy, self.stats = parts, policy, stats
         self.compiled = compile
-        plain = _finisher(backend, policy, 0)
+        plain = _finisher(backend, policy, ())
         # Only one update a step makes the end of a scoring step differ from that of a plain one.
         self._finish = {
             False: plain,
@@ -168,7 +169,7 @@ class Decoder:
         return call(self._ends[logits], (hidden, cos, sin, index), parts.norm, parts.head, hidden, ledger, finish)
 
 
-def _finisher(backend, policy, scored: int) -> Callable:
+def _finisher(backend, policy, scored: tuple[int, ...]) -> Callable:
     def finish(ledger: slots.Ledger) -> None:
         backend.finish(ledger, policy, scored)
 

@@ -38,7 +38,7 @@ class Explanation:
     def of(cls, handle) -> "Explanation":
         """The explanation of a handle's model."""
         model, policy, parts = handle.model, handle.policy, handle.parts
-        scoring = set(policy.scoring_layers(len(parts.layers)))
+        scoring = {index for ranking in policy.rankings for index in ranking.scoring_layers(len(parts.layers))}
         scores = policy.evicts and handle.budget.evicts
         kinds = [
             f"layer {index}: {handle.backend}, "

@@ -145,7 +145,7 @@ class Patch:
                 self.parts,
                 cache.policy,
                 cache.backend,
-                scoring_layers=len(cache.scoring_layers),
+                scoring_layers=cache.scoring_layers,
                 compile=self.compile,
                 stats=self.stats,
             )

@@ -26,20 +26,21 @@ def squeeze(buffers: Buffers, valid: Tensor) -> None:
             side[layer][:, :, :columns] = gathered(side[layer], order)
 
 
-def enter(buffers: Buffers, before: Tensor, gone: Tensor, mean: bool) -> None:
+def enter(buffers: Buffers, before: Tensor, gone: Tensor, mean: list[bool]) -> None:
     """Give a prompt's tokens, which lie behind the first `before` slots of a row, their positions and utility.
 
     Args:
         buffers: mutated.
         before: [B] int64, tokens held already; they keep what they have.
         gone: [B] int64, tokens of earlier turns that are no longer held.
-        mean: start at the mean utility of the tokens held already, else at zero.
+        mean: for each ranking, start at the mean utility of the tokens held already, else at zero.
     """
     index = torch.arange(buffers.capacity, device=before.device)
     earlier = index < before[None, :, None, None]
     buffers.pending.zero_()
     held = torch.where(earlier, buffers.utility, 0.0)
-    start = held.sum(-1, keepdim=True) / before[None, None, :, None, None].clamp_min(1) if mean else 0.0
+    start = held.sum(-1, keepdim=True) / before[None, None, :, None, None].clamp_min(1)
+    start = start * torch.tensor(mean, device=before.device)[:, None, None, None, None]
     buffers.utility.copy_(torch.where(earlier, buffers.utility, start))
     buffers.positions.copy_(torch.where(earlier, buffers.positions, index + gone[None, :, None, None]))
 
@@ -68,8 +69,9 @@ def cut(source: Buffers, target: Buffers, order: Tensor, note: Callable[[], None
         if target is not source:
             source.drop_layer(layer)
     # Both are gathered before either is written: source and target may be one.
-    utility, positions = source.utility[0].gather(-1, order), source.positions.gather(-1, order)
-    target.utility[0, ..., :size] = utility
+    utility = source.utility.gather(-1, order.expand(shape.rankings, *order.shape))
+    positions = source.positions.gather(-1, order)
+    target.utility[..., :size] = utility
     target.positions[..., :size] = positions
     target.pending.zero_()
 

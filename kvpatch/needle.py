@@ -131,6 +131,24 @@ def prose(length: int, tokenizer: PreTrainedTokenizerBase, seed: int) -> torch.T
     raise AssertionError("the sentences have no end")
 
 
+@lru_cache(maxsize=1)
+def sentences() -> tuple[str, ...]:
+    """Sentences of the language reference, without code, tables and markup."""
+    from pydoc_data.topics import topics
+
+    found = []
+    for name in sorted(topics):
+        for paragraph in re.split(r"\n\s*\n", topics[name]):
+            text = " ".join(line.strip() for line in paragraph.splitlines())
+            text = re.sub(r"\[\d+\]|[*`\"“”]", "", text)  # footnote marks, emphasis, literals
+            text = re.sub(r"\s+", " ", text)
+            # Split at a full stop before a capital, but not behind an abbreviation such as "e.g.".
+            for sentence in re.split(r"(?<=[a-z)][.!?]) (?=[A-Z])", text):
+                if re.fullmatch(r"[A-Z][a-z]*[ ,][^=<>{}|\\_@#$%^~\[\]]{30,300}\.", sentence):
+                    found.append(sentence)
+    return tuple(dict.fromkeys(found))
+
+
 def chat_frame(
     tokenizer: PreTrainedTokenizerBase, question: str, answer_prefix: str, kind: str = "number"
 ) -> tuple[list[int], list[int]]:
@@ -152,26 +170,8 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 def _sentences_from(start: float) -> Iterator[str]:
     """The prose's sentences without end, beginning at the share ``start`` of them."""
-    sentences = _prose()
-    at = int(start * len(sentences))
+    prose = sentences()
+    at = int(start * len(prose))
     while True:
-        yield sentences[at % len(sentences)]
+        yield prose[at % len(prose)]
         at += 1
-
-
-@lru_cache(maxsize=1)
-def _prose() -> tuple[str, ...]:
-    """Sentences of the language reference, without code, tables and markup."""
-    from pydoc_data.topics import topics
-
-    sentences = []
-    for name in sorted(topics):
-        for paragraph in re.split(r"\n\s*\n", topics[name]):
-            text = " ".join(line.strip() for line in paragraph.splitlines())
-            text = re.sub(r"\[\d+\]|[*`\"“”]", "", text)  # footnote marks, emphasis, literals
-            text = re.sub(r"\s+", " ", text)
-            # Split at a full stop before a capital, but not behind an abbreviation such as "e.g.".
-            for sentence in re.split(r"(?<=[a-z)][.!?]) (?=[A-Z])", text):
-                if re.fullmatch(r"[A-Z][a-z]*[ ,][^=<>{}|\\_@#$%^~\[\]]{30,300}\.", sentence):
-                    sentences.append(sentence)
-    return tuple(dict.fromkeys(sentences))

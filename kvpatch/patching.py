@@ -60,7 +60,8 @@ def patch(
     attention.check_name(backend)
     architecture = patches.find(model)
     _check_state(model)
-    policy.scoring_layers(model.config.num_hidden_layers)
+    for ranking in policy.rankings:
+        ranking.scoring_layers(model.config.num_hidden_layers)
     if isinstance(budget.value, int):
         policy.protected(budget.value)
     if ATTRIBUTE in model.__dict__:

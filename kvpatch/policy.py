@@ -3,17 +3,13 @@
 import dataclasses
 import difflib
 import math
-import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvpatch import scoring
 from kvpatch.budget import UNSET, Budget
+from kvpatch.ranking import Blend, Ranking, is_int, one_of
 
-AGGREGATIONS = ("single", "cumulative", "ema")
 COUPLINGS = ("sequential", "uniform", "per_layer", "per_head")
-HEAD_POOLS = ("mean", "max", "rms")
-NEW_TOKEN = ("mean", "zero")
 
 
 @dataclass(frozen=True)
@@ -35,6 +31,7 @@ class Policy:
             `sinks`, `recent` and `reserve` are counts (int) or shares of the budget (float in [0, 1)).
         rescue: at the first large eviction keep the best entry of every 16 positions before filling by rank.
         new_token: utility that a new token starts with: "mean" of the held entries' or "zero".
+        blend: a second ranking with the same coupling and refresh, which keeps a share of the budget.
         seed: for the "random" scorer.
         name: what reports call this policy.
         evicts: False for "full", which keeps everything.
@@ -57,48 +54,36 @@ class Policy:
     reserve: int | float = 0
     rescue: bool = False
     new_token: str = "mean"
+    blend: Blend | None = None
     seed: int = 0
 
     def __post_init__(self):
-        spec = scoring.scorer(self.scorer)
-        _one_of("head_pool", self.head_pool, HEAD_POOLS)
-        _one_of("aggregation", self.aggregation, AGGREGATIONS)
-        _one_of("coupling", self.coupling, COUPLINGS)
-        _one_of("new_token", self.new_token, NEW_TOKEN)
-        if not (_is_real(self.alpha) and 0.0 <= self.alpha < 1.0):
-            raise ValueError(f"alpha must be a number in [0, 1), got {self.alpha!r}")
-        if self.refresh != "once" and not (_is_int(self.refresh) and self.refresh >= 1):
+        one_of("coupling", self.coupling, COUPLINGS)
+        if self.refresh != "once" and not (is_int(self.refresh) and self.refresh >= 1):
             raise ValueError(f'refresh must be an int >= 1 or "once", got {self.refresh!r}')
         for field in ("sinks", "recent", "reserve"):
             value = getattr(self, field)
-            if not ((_is_int(value) and value >= 0) or (isinstance(value, float) and 0.0 <= value < 1.0)):
+            if not ((is_int(value) and value >= 0) or (isinstance(value, float) and 0.0 <= value < 1.0)):
                 raise ValueError(f"{field} must be an int >= 0 or a float in [0, 1) (share of budget), got {value!r}")
-        if not (_is_int(self.seed) and abs(self.seed) < 2**32):
+        if not (is_int(self.seed) and abs(self.seed) < 2**32):
             raise ValueError(f"seed must be an int between -2**32 and 2**32, got {self.seed!r}")
         for field in ("evicts", "rescue"):
             if not isinstance(getattr(self, field), bool):
                 raise ValueError(f"{field} must be True or False, got {getattr(self, field)!r}")
         if not isinstance(self.name, str):
             raise ValueError(f"name must be a str, got {self.name!r}")
-        if not (isinstance(self.score_layers, str) and self.score_layers == "all"):
-            object.__setattr__(self, "score_layers", _layers(self.score_layers))
-            if self.coupling in ("per_layer", "per_head"):
-                raise ValueError(
-                    f"score_layers={self.score_layers!r} with coupling={self.coupling!r}: layers outside it would "
-                    'have no ranking of their own; use score_layers="all" or a shared coupling'
-                )
-        if not spec.uses_attention and self.head_pool != "mean":
-            raise ValueError(
-                f"head_pool={self.head_pool!r} with scorer={self.scorer!r}: that scorer does not use attention, so "
-                'only head_pool="mean" makes sense'
-            )
-        if self.scorer == "entropy" and self.coupling == "per_head":
-            raise ValueError(
-                'scorer="entropy" with coupling="per_head": the entropy is that of a layer whose heads hold one set; '
-                "use another coupling"
-            )
-        if self.scorer == "recency" and self.refresh != 1:
-            raise ValueError(f'refresh={self.refresh!r} with scorer="recency": recency needs refresh=1')
+        if self.blend is not None and not isinstance(self.blend, Blend):
+            raise TypeError(f"blend must be a kvpatch.Blend or None, got {self.blend!r}")
+        own = Ranking(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Ranking)})
+        object.__setattr__(self, "score_layers", own.score_layers)
+        object.__setattr__(self, "_rankings", (own,) if self.blend is None else (own, self.blend))
+        for ranking in self._rankings:
+            ranking.check_coupling(self.coupling, self.refresh)
+
+    @property
+    def rankings(self) -> tuple[Ranking, ...]:
+        """The policy's own ranking, and that of `blend` if it has one."""
+        return self._rankings
 
     def replace(self, **fields) -> "Policy":
         """A copy with other fields; unknown names raise with the nearest ones."""
@@ -114,15 +99,6 @@ class Policy:
             return False
         return step == 1 if self.refresh == "once" else (step - 1) % self.refresh == 0
 
-    def scoring_layers(self, layers: int) -> tuple[int, ...]:
-        """Indices of the layers whose scores count, of a model with that many layers."""
-        if self.score_layers == "all":
-            return tuple(range(layers))
-        outside = [index for index in self.score_layers if index >= layers]
-        if outside:
-            raise ValueError(f"score_layers names layers {outside}, the model has {layers} (0 to {layers - 1})")
-        return self.score_layers
-
     def protected(self, budget: int) -> tuple[int, int, int]:
         """(sinks, recent, reserve) as counts under a budget of that many tokens.
 
@@ -130,38 +106,25 @@ class Policy:
             ValueError: if they leave no entry that may be evicted.
         """
         counts = tuple(_count(getattr(self, field), budget) for field in ("sinks", "recent", "reserve"))
+        total = " + ".join(map(str, counts))
         if sum(counts) >= budget and sum(counts) > 0:
             raise ValueError(
-                f"sinks + recent + reserve = {' + '.join(map(str, counts))} = {sum(counts)} must be below the budget "
+                f"sinks + recent + reserve = {total} = {sum(counts)} must be below the budget of {budget} tokens"
+            )
+        if sum(counts) + self.blended(budget) > budget:
+            raise ValueError(
+                f"sinks + recent + reserve = {total} and {self.blended(budget)} entries of the blend exceed the budget "
                 f"of {budget} tokens"
             )
         return counts
 
+    def blended(self, budget: int) -> int:
+        """Entries that `blend` keeps under a budget of that many tokens."""
+        return 0 if self.blend is None else self.blend.count(budget)
+
 
 def _count(value: int | float, budget: int) -> int:
     return math.floor(value * budget + 1e-9) if isinstance(value, float) else value
-
-
-def _one_of(field: str, value, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{field} must be one of {', '.join(allowed)}, got {value!r}")
-
-
-def _is_int(value) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
-
-
-def _is_real(value) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
-def _layers(value) -> tuple[int, ...]:
-    indices = value.tolist() if hasattr(value, "tolist") else value  # arrays and tensors
-    if isinstance(indices, str) or not isinstance(indices, Sequence) or not indices:
-        raise ValueError(f'score_layers must be "all", a range or a non-empty list of layer indices, got {value!r}')
-    if not all(_is_int(index) and index >= 0 for index in indices):
-        raise ValueError(f"score_layers must hold layer indices >= 0, got {value!r}")
-    return tuple(sorted({int(index) for index in indices}))
 
 
 def _nearest(name: str, known) -> str:

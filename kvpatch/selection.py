@@ -14,13 +14,15 @@ TIE = 1e-6
 
 
 class Rows(NamedTuple):
-    """Per-row limits, each [B] int64: budget (tokens held between steps), protected counts, prompt length."""
+    """Per-row limits, each [B] int64: budget (tokens held between steps), protected counts, prompt length, and how many
+    entries a second ranking keeps."""
 
     budget: Tensor
     sinks: Tensor
     recent: Tensor
     reserve: Tensor
     prompt: Tensor
+    blended: Tensor
 
 
 def per_row(values: Tensor) -> Tensor:
@@ -65,6 +67,28 @@ def victims(utility: Tensor, positions: Tensor, eligible: Tensor) -> Tensor:
     lowest = (held <= least + TIE * least.abs()) | (held == least)  # the sum is NaN where the least is -inf
     last = torch.iinfo(positions.dtype).max
     return torch.where(lowest & eligible, positions, last).argmin(-1)
+
+
+def best(utility: Tensor, positions: Tensor, held: Tensor, count: Tensor) -> Tensor:
+    """The entries of highest utility, [Lc, B, Gc, n] bool, `count` [B] a row (or all that are held).
+
+    Utilities within a relative `TIE` of the lowest of them are equal to it; of equals the newest are taken.
+
+    Args:
+        utility, positions: [Lc, B, Gc, n].   held: bool of that shape; no other entry counts.
+    """
+    count = per_row(count)
+    ranked = torch.where(held, utility, -torch.inf)
+    # Of fewer entries than count the last one is -inf, and every entry lies above it.
+    place = (count - 1).clamp(0, utility.shape[-1] - 1).expand(*utility.shape[:-1], 1)
+    last = ranked.sort(-1, descending=True).values.gather(-1, place)
+    slack = TIE * last.abs()
+    above = held & (ranked > last + slack)
+    tied = held & ~above & (ranked >= last - slack)
+    newest = torch.where(tied, positions, -1).sort(-1, descending=True).values
+    missing = count - above.sum(-1, keepdim=True)
+    oldest = newest.gather(-1, (missing - 1).clamp(0, utility.shape[-1] - 1))
+    return (above | (tied & (positions >= oldest) & (missing > 0))) & (count > 0)
 
 
 def first_cut(

@@ -1,7 +1,7 @@
 """The slots of one batch: static buffers, utility, positions, the free slot, and what one decode step does to them.
 
 Pure tensor code. Shapes: B rows, G KV heads, D head size, C capacity (slots allocated), n slots that a step reads; Lc
-layers and Gc KV heads with a ranking of their own (1 where one is shared), Q rankings of the policy (one, today).
+layers and Gc KV heads with a ranking of their own (1 where one is shared), Q rankings of the policy (two with a blend).
 
 Invariant: when a step attends, the valid entries of a row are exactly slots 0..length-1. Between steps at most one of
 them is free, the last victim; a growing row's free slot is the one behind its last entry.
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvpatch import aggregation, scoring, selection
 from kvpatch.policy import Policy
+from kvpatch.ranking import Ranking
 
 MULTIPLE = 64  # capacities are rounded up to this
 
@@ -42,28 +43,36 @@ class LayerSlots(NamedTuple):
     attend: Callable
 
 
-def layer_rule(policy: Policy) -> str:
+def layer_rule(policy: Policy, ranking: Ranking) -> str:
     """How one layer's score enters the utility: with one update a step the layers only add up, and `finish` applies the
-    policy's own rule to their mean."""
-    return "cumulative" if policy.coupling == "uniform" else policy.aggregation
+    ranking's own rule to their mean."""
+    return "cumulative" if policy.coupling == "uniform" else ranking.aggregation
 
 
 @functools.cache  # compiled code is guarded by this function's identity
 def make_attend(
-    policy: Policy, scorer: scoring.Scorer, decode: Callable, scores: bool, window: int | None = None
+    policy: Policy,
+    scorers: tuple[scoring.Scorer, ...],
+    decode: Callable,
+    scored: tuple[int, ...],
+    window: int | None = None,
 ) -> Callable:
     """The attention of one layer at one kind of step, for `LayerSlots.attend`.
 
     A layer with a sliding `window` meets only the newest `window` positions; what is held beyond has weight 0 there.
+
+    Args:
+        scorers: of each ranking.   scored: rankings that take this layer's score at such a step.
     """
+    rankings = policy.rankings
 
     def attend(slots: LayerSlots, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         n = slots.index.shape[0]
         write(slots, k, v)
         valid = valid_slots(slots, window)
         output, weights = decode(q, slots.keys[:, :, :n], slots.values[:, :, :n], valid, scale)
-        if scores:
-            score(slots, policy, scorer, weights, valid)
+        for number in scored:
+            score(slots, policy, number, rankings[number], scorers[number], weights, valid)
         return output
 
     return attend
@@ -86,10 +95,19 @@ def valid_slots(slots: LayerSlots, window: int | None) -> Tensor:
     return held & (slots.positions[..., : slots.index.shape[0]] > slots.newest[:, None, None] - window)
 
 
-def score(slots: LayerSlots, policy: Policy, scorer: scoring.Scorer, weights: Tensor, valid: Tensor) -> None:
-    """Let one layer's score into the utility of what active rows hold. Mutates the utility.
+def score(
+    slots: LayerSlots,
+    policy: Policy,
+    number: int,
+    ranking: Ranking,
+    scorer: scoring.Scorer,
+    weights: Tensor,
+    valid: Tensor,
+) -> None:
+    """Let one layer's score into one ranking's utility of what active rows hold. Mutates the utility.
 
     Args:
+        number, ranking, scorer: which of the policy's rankings.
         weights: [B, G, R, n] attention of the newest query, 0 outside the valid slots; for a scorer that does not use
             it, any tensor of the dtype to score in.
         valid: what `valid_slots` gives.
@@ -102,22 +120,22 @@ def score(slots: LayerSlots, policy: Policy, scorer: scoring.Scorer, weights: Te
         slots.values[:, :, :n],
         slots.positions[..., :n],
         valid,
-        policy.head_pool,
+        ranking.head_pool,
         policy.seed,
     )
     found = scorer.score(scene).expand(batch, groups, n)
     if policy.coupling != "per_head":
-        found = scoring.pool(found, policy.head_pool if scorer.uses_attention else "mean", 1)
-    utility = slots.utility[0, :, :, :n]
-    new = aggregation.aggregate(utility, found, layer_rule(policy), policy.alpha)
+        found = scoring.pool(found, ranking.head_pool if scorer.uses_attention else "mean", 1)
+    utility = slots.utility[number, :, :, :n]
+    new = aggregation.aggregate(utility, found, layer_rule(policy, ranking), ranking.alpha)
     counts = (slots.index < slots.length[..., None]) & slots.active[:, None, None]
-    slots.utility[0, :, :, :n] = torch.where(counts, new, utility)
+    slots.utility[number, :, :, :n] = torch.where(counts, new, utility)
 
 
 class Ledger(NamedTuple):
     """Everything that decides who goes next, for all layers at once.
 
-    utility: [Q, Lc, B, Gc, C].   pending: the same with Lc = Gc = 1 for coupling "uniform" (sum over layers), else [0].
+    utility: [Q, Lc, B, Gc, C].   pending: the same for coupling "uniform" (sums over layers), else no slots.
     positions: [Lc, B, Gc, C] int64.   free, length: [Lc, B, Gc] int64.   newest: [B] int64, its position.
     active: [B] bool, False for rows that are done.   rows: per-row limits.   index: [n] int64.
     window: that of every layer, None where one layer or more meets all positions.
@@ -146,26 +164,28 @@ def begin(ledger: Ledger, policy: Policy) -> None:
     ledger.positions.scatter_(-1, free, ledger.newest[None, :, None, None].expand_as(free))
     if policy.evicts:
         utility = ledger.utility[..., :n]
-        if policy.new_token == "mean":
-            held = (ledger.index < ledger.length[..., None]) & (ledger.index != free)
-            start = torch.where(held, utility, 0.0).sum(-1, keepdim=True) / held.sum(-1, keepdim=True).clamp_min(1)
-        else:
-            start = torch.zeros_like(utility[..., :1])
+        start = torch.zeros_like(utility[..., :1])
+        for number, ranking in enumerate(policy.rankings):
+            if ranking.new_token == "mean":
+                held = (ledger.index < ledger.length[..., None]) & (ledger.index != free)
+                total = torch.where(held, utility[number], 0.0).sum(-1, keepdim=True)
+                start[number] = total / held.sum(-1, keepdim=True).clamp_min(1)
         ledger.utility.scatter_(-1, free.expand_as(start), start)
     torch.maximum(ledger.length, (ledger.free + 1) * ledger.active[None, :, None], out=ledger.length)
 
 
-def finish(ledger: Ledger, policy: Policy, scored: int) -> None:
+def finish(ledger: Ledger, policy: Policy, scored: tuple[int, ...]) -> None:
     """Choose each row's next free slot: the victim once the budget is exceeded. Mutates free, utility and pending.
 
     Args:
-        scored: layers that scored in this step (0 on a plain step).
+        scored: layers that scored in this step for each ranking (none of them on a plain step).
     """
     n = ledger.index.shape[0]
     if scored and policy.coupling == "uniform":
-        utility, mean = ledger.utility[..., :n], ledger.pending[..., :n] / scored
-        new = aggregation.aggregate(utility, mean, policy.aggregation, policy.alpha)
-        ledger.utility[..., :n] = torch.where(ledger.active[None, None, :, None, None], new, utility)
+        for number, ranking in enumerate(policy.rankings):
+            utility, mean = ledger.utility[number, ..., :n], ledger.pending[number, ..., :n] / scored[number]
+            new = aggregation.aggregate(utility, mean, ranking.aggregation, ranking.alpha)
+            ledger.utility[number, ..., :n] = torch.where(ledger.active[None, :, None, None], new, utility)
         ledger.pending.zero_()
     following, positions = ledger.length, ledger.positions[..., :n]
     held = ledger.index < ledger.length[..., None]
@@ -173,6 +193,8 @@ def finish(ledger: Ledger, policy: Policy, scored: int) -> None:
         eligible = held
         if policy.sinks or policy.recent or policy.reserve:
             eligible = held & ~selection.protected(positions, ledger.newest, ledger.rows)
+        if policy.blend is not None:
+            eligible = eligible & ~selection.best(ledger.utility[1, ..., :n], positions, held, ledger.rows.blended)
         victim = selection.victims(ledger.utility[0, ..., :n], positions, eligible)
         following = torch.where(ledger.length > ledger.rows.budget[None, :, None], victim, following)
     if ledger.window is not None:
@@ -234,10 +256,10 @@ class Buffers:
         self.values: list[Tensor | None] = [None] * shape.layers
         accumulated = torch.promote_types(shape.dtype, torch.float32)
         lead = (shape.ranked_layers, batch, shape.ranked_heads)
-        self.utility = torch.zeros(1, *lead, capacity, dtype=accumulated, device=shape.device)
+        self.utility = torch.zeros(shape.rankings, *lead, capacity, dtype=accumulated, device=shape.device)
         self.positions = torch.zeros(*lead, capacity, dtype=torch.int64, device=shape.device)
         uniform = capacity if shape.uniform else 0
-        self.pending = torch.zeros(1, 1, batch, 1, uniform, dtype=accumulated, device=shape.device)
+        self.pending = torch.zeros(shape.rankings, 1, batch, 1, uniform, dtype=accumulated, device=shape.device)
         self.index = torch.arange(capacity, device=shape.device)
         self.books = Books.of(shape, batch)
 
@@ -277,6 +299,7 @@ class Shape(NamedTuple):
     ranked_layers: int
     ranked_heads: int
     uniform: bool
+    rankings: int
 
     @classmethod
     def of(cls, policy: Policy, layers: int, k: Tensor) -> "Shape":
@@ -296,6 +319,7 @@ class Shape(NamedTuple):
             ranked_layers=layers if own_layers else 1,
             ranked_heads=kv_heads if policy.coupling == "per_head" else 1,
             uniform=policy.coupling == "uniform",
+            rankings=len(policy.rankings),
         )
 
 

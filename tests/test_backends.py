@@ -50,7 +50,9 @@ def layer(policy: Policy, dtype: torch.dtype) -> tuple[slots.LayerSlots, tuple]:
 def after(name: str, policy: Policy, dtype: torch.dtype, scores: bool = True) -> dict[str, torch.Tensor]:
     of_layer, step = layer(policy, dtype)
     scorer = scoring.scorer(policy.scorer)
-    output = backends.backend(name, SITE).attend(policy, scorer, scores, None)(of_layer, *step, WIDTH**-0.5)
+    output = backends.backend(name, SITE).attend(policy, (scorer,), (0,) if scores else (), None)(
+        of_layer, *step, WIDTH**-0.5
+    )
     return {"output": output, "keys": of_layer.keys, "values": of_layer.values, "utility": of_layer.utility}
 
 

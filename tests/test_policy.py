@@ -184,14 +184,14 @@ def test_legal_values_at_the_edges_are_taken(fields):
 
 
 def test_scored_layers_are_a_set_in_order():
-    assert Policy(score_layers=[3, 1, 1]).scoring_layers(4) == (1, 3)
-    assert Policy(score_layers=range(0, 6, 2)).scoring_layers(6) == (0, 2, 4)
-    assert Policy().scoring_layers(3) == (0, 1, 2)
+    assert Policy(score_layers=[3, 1, 1]).rankings[0].scoring_layers(4) == (1, 3)
+    assert Policy(score_layers=range(0, 6, 2)).rankings[0].scoring_layers(6) == (0, 2, 4)
+    assert Policy().rankings[0].scoring_layers(3) == (0, 1, 2)
 
 
 def test_layers_that_the_model_lacks_are_named():
     with pytest.raises(ValueError, match=r"score_layers.*\[4, 9\]"):
-        Policy(score_layers=[1, 4, 9]).scoring_layers(4)
+        Policy(score_layers=[1, 4, 9]).rankings[0].scoring_layers(4)
 
 
 @pytest.mark.parametrize(("refresh", "expected"), [(1, range(1, 13)), (4, [1, 5, 9]), (5, [1, 6, 11]), ("once", [1])])

@@ -101,7 +101,7 @@ def test_protected_are_the_first_the_last_and_the_reserved(batch, heads, n, seed
 
     prompt = counts(1, 40)
     newest = prompt - 1 + counts(0, 20)
-    rows = selection.Rows(counts(1, 50), counts(0, 6), counts(0, 6), counts(0, 6), prompt)
+    rows = selection.Rows(counts(1, 50), counts(0, 6), counts(0, 6), counts(0, 6), prompt, counts(0, 6))
     positions = (torch.rand(2, batch, heads, n, generator=generator) * (newest + 1)[None, :, None, None]).long()
     got = selection.protected(positions, newest, rows)
     for (layer, b, g), row in lists(positions):

@@ -168,7 +168,7 @@ def whole_steps(name: str, place: Place) -> str:
             active = fused.state.active
             worst["output"] = max(worst["output"], relative(*(output[active] for output in outputs)))
         for side in (fused, plain):
-            side.by.finish(side.state.ledger, policy, LAYERS)
+            side.by.finish(side.state.ledger, policy, (LAYERS,))
         for what in ("free", "length", "newest"):
             one, other = (getattr(side.state, what) for side in (fused, plain))
             require(
@@ -216,13 +216,14 @@ class _Side:
         utility.copy_(torch.rand(utility.shape, generator=generator) + 0.1)
         positions.copy_(torch.rand(positions.shape, generator=generator).argsort(-1) + CAPACITY // 4)
         counted = [[BUDGET] * ROWS, *([count] * ROWS for count in policy.protected(BUDGET)), [CAPACITY + 64] * ROWS]
+        counted.append([policy.blended(BUDGET)] * ROWS)
         rows = Rows(*(torch.tensor(column, device=place.device) for column in counted))
         entries = torch.tensor([BUDGET, BUDGET - 2, BUDGET // 2], device=place.device)
         self.state = State(self.buffers, rows, entries, window)
         self.state.active[-1] = False
         self.state.read(CAPACITY)
         self.by = backends.backend(by, attention.Site(place.device, dtype, queries, width))
-        self._attend = self.by.attend(policy, scoring.scorer(policy.scorer), True, window)
+        self._attend = self.by.attend(policy, (scoring.scorer(policy.scorer),), (0,), window)
         self._dtype, self._scale = dtype, width**-0.5
 
     def attend(self, layer: int, given: list[Tensor]) -> Tensor:

@@ -1,0 +1,112 @@
+"""One ranking of the entries that are held: what is scored, in which layers, and how scores become a utility."""
+
+import math
+import numbers
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvpatch import scoring
+
+AGGREGATIONS = ("single", "cumulative", "ema")
+HEAD_POOLS = ("mean", "max", "rms")
+NEW_TOKEN = ("mean", "zero")
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """One ranking; the fields are those of `kvpatch.Policy`.
+
+    Raises:
+        ValueError: for a value outside its axis or a combination that makes no sense.
+    """
+
+    scorer: str = "attention"
+    head_pool: str = "mean"
+    score_layers: str | Sequence[int] = "all"
+    aggregation: str = "ema"
+    alpha: float = 0.8
+    new_token: str = "mean"
+
+    def __post_init__(self):
+        spec = scoring.scorer(self.scorer)
+        one_of("head_pool", self.head_pool, HEAD_POOLS)
+        one_of("aggregation", self.aggregation, AGGREGATIONS)
+        one_of("new_token", self.new_token, NEW_TOKEN)
+        if not (is_real(self.alpha) and 0.0 <= self.alpha < 1.0):
+            raise ValueError(f"alpha must be a number in [0, 1), got {self.alpha!r}")
+        if not (isinstance(self.score_layers, str) and self.score_layers == "all"):
+            object.__setattr__(self, "score_layers", _layers(self.score_layers))
+        if not spec.uses_attention and self.head_pool != "mean":
+            raise ValueError(
+                f"head_pool={self.head_pool!r} with scorer={self.scorer!r}: that scorer does not use attention, so "
+                'only head_pool="mean" makes sense'
+            )
+
+    def check_coupling(self, coupling: str, refresh) -> None:
+        """Whether this ranking makes sense under a policy's coupling and refresh."""
+        if self.score_layers != "all" and coupling in ("per_layer", "per_head"):
+            raise ValueError(
+                f"score_layers={self.score_layers!r} with coupling={coupling!r}: layers outside it would "
+                'have no ranking of their own; use score_layers="all" or a shared coupling'
+            )
+        if self.scorer == "entropy" and coupling == "per_head":
+            raise ValueError(
+                'scorer="entropy" with coupling="per_head": the entropy is that of a layer whose heads hold one set; '
+                "use another coupling"
+            )
+        if self.scorer == "recency" and refresh != 1:
+            raise ValueError(f'refresh={refresh!r} with scorer="recency": recency needs refresh=1')
+
+    def scoring_layers(self, layers: int) -> tuple[int, ...]:
+        """Indices of the layers whose scores count, of a model with that many layers."""
+        if self.score_layers == "all":
+            return tuple(range(layers))
+        outside = [index for index in self.score_layers if index >= layers]
+        if outside:
+            raise ValueError(f"score_layers names layers {outside}, the model has {layers} (0 to {layers - 1})")
+        return self.score_layers
+
+
+@dataclass(frozen=True)
+class Blend(Ranking):
+    """A second ranking, whose best entries are kept whatever the first one says of them.
+
+    Args:
+        share: part of the budget, in (0, 1), that goes to the best of this ranking.
+    """
+
+    share: float = 0.5
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not (is_real(self.share) and 0.0 < self.share < 1.0):
+            raise ValueError(f"share must be a number in (0, 1), got {self.share!r}")
+
+    def count(self, budget: int) -> int:
+        """Entries of a budget of that many tokens that this ranking keeps."""
+        return math.floor(self.share * budget + 1e-9)
+
+
+def one_of(field: str, value, allowed: tuple[str, ...]) -> None:
+    """ValueError for a value that is not allowed."""
+    if value not in allowed:
+        raise ValueError(f"{field} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+def is_int(value) -> bool:
+    """Whether it is an integer and no truth value."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def is_real(value) -> bool:
+    """Whether it is a number and no truth value."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _layers(value) -> tuple[int, ...]:
+    indices = value.tolist() if hasattr(value, "tolist") else value  # arrays and tensors
+    if isinstance(indices, str) or not isinstance(indices, Sequence) or not indices:
+        raise ValueError(f'score_layers must be "all", a range or a non-empty list of layer indices, got {value!r}')
+    if not all(is_int(index) and index >= 0 for index in indices):
+        raise ValueError(f"score_layers must hold layer indices >= 0, got {value!r}")
+    return tuple(sorted({int(index) for index in indices}))
