@@ -40,7 +40,7 @@ class SlotCache(Cache):
     def __init__(self, config, policy="inertia-lazy", budget=UNSET, max_new_tokens=None, *, backend="auto", **fields):
         self.policy, self.budget = settle(policy, budget, fields)
         attention.check_name(backend)
-        self._asked, self.backend, self.site = backend, None, None
+        self.asked, self.backend, self.site = backend, None, None
         text = config.get_text_config(decoder=True)
         super().__init__(layers=[SlotLayer(self, index) for index in range(text.num_hidden_layers)])
         self.max_new_tokens = max_new_tokens
@@ -52,7 +52,7 @@ class SlotCache(Cache):
         self.windows = windows_of(text)
         self.window = self.windows[0] if len(set(self.windows)) == 1 else None  # that of every layer
         self._scorers = tuple(scoring.scorer(ranking.scorer) for ranking in rankings)
-        self._config = text
+        self.config = text
         self.attends: dict[tuple, Callable] = {}  # (rankings that a layer scores for, its window) -> its attention
         self._kept: slots.Buffers | None = None
         self.stepper = None  # runs decode steps in place of the base model's forward, in transformers' own loop
@@ -77,6 +77,7 @@ class SlotCache(Cache):
         self.planned = 0  # slots that this generation needs, 0 while unknown
         self.expect_prompt = False  # a block of one token is still prompt
         self.mask: Tensor | None = None
+        self.logits: Tensor | None = None  # [B, V] after a prompt that was read ahead of the generation
         self.current: slots.Buffers | None = None
         self.state: State | None = None
 
@@ -88,7 +89,7 @@ class SlotCache(Cache):
         """
         if site == self.site:
             return
-        name, _ = attention.choose(self._asked, site)
+        name, _ = attention.choose(self.asked, site)
         self.site, self.backend = site, backends.backend(name, site)
         self.attends = {
             (scored, window): self.backend.attend(self.policy, self._scorers, scored, window)
@@ -153,7 +154,7 @@ class SlotCache(Cache):
             raise RuntimeError("SlotCache.update is for the prompt of a patched model: call kvpatch.patch(model) first")
         end = self.stored + k.shape[2]
         if self.current is None:
-            self.choose_backend(site_of(self._config, k.device, k.dtype, k.shape[3]))
+            self.choose_backend(site_of(self.config, k.device, k.dtype, k.shape[3]))
             self._shape = slots.Shape.of(self.policy, len(self.layers), k)
             self.current = self._buffers(k.shape[0], max(end, self.columns_expected()) + 1)
         elif self.current.capacity <= end:
@@ -164,6 +165,46 @@ class SlotCache(Cache):
         keys[:, :, self.stored : end] = k
         values[:, :, self.stored : end] = v
         return keys[:, :, :end], values[:, :, :end]
+
+    def take_prompt(self, source: "SlotCache", shape: slots.Shape) -> None:
+        """Copy what another cache has read, before anything is cut; while nothing is held.
+
+        Args:
+            shape: that of the buffers to copy into.
+        """
+        self._shape = shape
+        self.current = slots.Buffers(shape, source.current.batch, source.current.capacity)
+        for layer in range(shape.layers):
+            self.current.keys[layer] = source.current.keys[layer].clone()
+            self.current.values[layer] = source.current.values[layer].clone()
+        self.phase, self.columns, self.stored = source.phase, source.columns, source.stored
+        self.fed, self.mask, self.logits = source.fed, source.mask, source.logits
+        self.note_bytes()
+
+    def read_lengths(self, columns: int) -> list[int]:
+        """Tokens of each row once a prompt that was begun ahead has come to that many columns."""
+        batch = self.current.batch
+        pads = [0] * batch if self.mask is None else [self.columns - length for length in row_lengths(self.mask)]
+        return [columns - pad for pad in pads]
+
+    def fork(self, policy=None, budget=UNSET, **fields) -> "SlotCache":
+        """A cache that goes on from the same prompt under another policy: one reading serves several generations.
+
+        Pass it to `generate` with the same input_ids and attention_mask. What this cache holds is copied, so it can be
+        forked again.
+
+        Args:
+            policy: name or `Policy`; this cache's own by default.
+            budget: as `Budget`; this cache's own by default.
+            **fields: fields of the policy to replace.
+
+        Raises:
+            RuntimeError: if this cache has not read a prompt through `Patch.read`, or has decoded since.
+            ValueError, TypeError: for a bad policy or budget.
+        """
+        from kvpatch import sharing  # which makes caches
+
+        return sharing.fork(self, policy, budget, fields)
 
     def note_fed(self, tokens: Tensor | None) -> None:
         """Tokens [B, q] were fed, or None where only their embeddings are known."""
@@ -201,7 +242,7 @@ class SlotCache(Cache):
 
     def reserve(self, batch: int) -> None:
         """Allocate what the generation, which is planned, will decode in, before its prompt is there."""
-        site, heads = self.site, heads_of(self._config)[1]
+        site, heads = self.site, heads_of(self.config)[1]
         self._shape = slots.Shape.at(self.policy, len(self.layers), heads, site.width, site.dtype, site.device)
         kept = self._buffers(batch, self.planned)
         for layer in range(self._shape.layers):
@@ -260,6 +301,7 @@ class SlotCache(Cache):
 
     def end_prefill(self) -> None:
         """The prompt is complete: squeeze pads out and open the books."""
+        self.logits = None
         batch, device = self.current.batch, self._shape.device
         block = self.stored - max(self.before, default=0)
         if not self.entries:

@@ -51,12 +51,7 @@ def generate(handle, original: Callable, args: tuple, kwargs: dict):
     """
     call = inspect.signature(original).bind(*args, **kwargs).arguments
     call.update(call.pop("kwargs", {}))
-    if not handle.lock.acquire(blocking=False):
-        raise RuntimeError(
-            "this model is generating already, in another thread or around this call; a patched model holds one "
-            "cache: run one call at a time, or load a second model"
-        )
-    try:
+    with handle.in_use():
         foreign = next((name for name in CACHE_NAMES if call.get(name) is not None), None)
         given = call.pop(foreign, None) if foreign else None
         if given is not None and not isinstance(given, SlotCache):
@@ -87,8 +82,6 @@ def generate(handle, original: Callable, args: tuple, kwargs: dict):
         if given is not None or getattr(config, "return_dict_in_generate", False):
             handle.release_cache(cache)
         return result
-    finally:
-        handle.lock.release()
 
 
 def _run(handle, original: Callable, call: dict, config, cache: SlotCache):
@@ -202,7 +195,7 @@ def _check_given(name: str, cache: SlotCache, call: dict, config, handle) -> Non
             f"{why or 'anything but input_ids'}; reset() it first"
         )
     rows, columns = ids.shape[0] * config.num_return_sequences, ids.shape[1]
-    if rows != cache.current.batch or columns <= cache.columns:
+    if rows != cache.current.batch or columns < cache.columns + (cache.logits is None):
         raise ValueError(
             f"{name}: the SlotCache holds {cache.columns} tokens of {cache.current.batch} row(s), so input_ids must be "
             f"the whole conversation of as many rows and at least one token more, got {list(ids.shape)}; reset() the "

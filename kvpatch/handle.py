@@ -1,12 +1,13 @@
 """The handle of one patched model instance: what is written into it, its caches and its compiled steps."""
 
+import contextlib
 import functools
 import inspect
 import threading
 import types
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -111,6 +112,41 @@ class Patch:
         self._forget_steps()
 
     # ---- caches ------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """While the model generates or reads.
+
+        Raises:
+            RuntimeError: if it does so already.
+        """
+        if not self.lock.acquire(blocking=False):
+            raise RuntimeError(
+                "this model is generating already, in another thread or around this call; a patched model holds one "
+                "cache: run one call at a time, or load a second model"
+            )
+        try:
+            yield
+        finally:
+            self.lock.release()
+
+    def read(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> SlotCache:
+        """Read a prompt and decode nothing: `fork` the cache as often as wanted and pass each fork to generate.
+
+        Args:
+            input_ids: [B, L] int64.
+            attention_mask: [B, L], left-padded; None: no pads.
+
+        Returns:
+            a cache under the handle's policy and budget, which holds the whole prompt and is the caller's.
+
+        Raises:
+            ValueError: for ids or a mask of another shape, or padding on the right.
+            RuntimeError: if the model is generating in another thread.
+        """
+        from kvpatch import sharing  # which makes caches
+
+        return sharing.read(self, input_ids, attention_mask)
 
     def take_cache(self, given: SlotCache | None) -> SlotCache:
         """The cache of the next generation, empty: the caller's, or the handle's own. It counts in `stats`."""

@@ -69,6 +69,11 @@ def _decode(handle, cache, call: "Call", model_kwargs):
     if first:
         cache.expect(columns - first)
         turns.reopen(cache)
+    elif cache.logits is not None and cache.columns and lengths != cache.read_lengths(columns):
+        raise ValueError(
+            f"attention_mask marks {lengths} tokens a row, but the SlotCache has read rows of "
+            f"{cache.read_lengths(cache.columns)} tokens: pass the mask that they were read with"
+        )
     elif all(length == columns for length in lengths):
         mask = None  # it says nothing, and a masked prompt is read in smaller blocks by a slower kernel
     cache.plan(lengths, config.max_length - columns - 1)
@@ -80,9 +85,12 @@ def _decode(handle, cache, call: "Call", model_kwargs):
             cache.reserve(batch)
             runner.ready(cache, schedule.runs(), ending, desk)
     started = time.perf_counter()
-    logits = read_prompt(
-        model, handle.parts.base, handle.keyword, cache, input_ids, mask, positions, config.prefill_chunk_size
-    )
+    logits = cache.logits if columns == cache.columns else None
+    if logits is None:
+        logits = read_prompt(
+            model, handle.parts.base, handle.keyword, cache, input_ids, mask, positions, config.prefill_chunk_size
+        )
+    cache.end_prefill()
     stats.prefill_seconds = time.perf_counter() - started
 
     scores = raw = None

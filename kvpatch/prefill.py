@@ -96,6 +96,4 @@ def read_prompt(
         }
         if end < columns:
             base(**inputs)
-    logits = model(**inputs, logits_to_keep=1).logits[:, -1]
-    cache.end_prefill()
-    return logits
+    return model(**inputs, logits_to_keep=1).logits[:, -1]
