@@ -20,8 +20,9 @@ class Policy:
         scorer: name of a registered scorer (`kvpatch.scoring.list_scorers()`).
         head_pool: how query heads' scores become one, "mean", "max" or "rms"; only for scorers that use attention.
         score_layers: "all", or the layers whose scores count (a range or a sequence of indices).
-        aggregation: "single" (the newest score), "cumulative" (sum), "ema" (``alpha m + (1 - alpha) s``).
-        alpha: weight of the past in the EMA, in [0, 1).
+        aggregation: "single" (the newest score), "cumulative" (sum), "ema" (``alpha m + (1 - alpha) s``) or "peak"
+            (``max(alpha m, s)``).
+        alpha: weight of the past in "ema" and "peak", in [0, 1).
         coupling: "sequential" (one utility, updated layer after layer, as InertiaKV does), "uniform" (one utility,
             one update a step by the layers' mean), "per_layer", "per_head" (per layer and KV head).
         refresh: scores are taken every `refresh` steps, or at the first step only ("once").

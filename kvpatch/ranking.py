@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvpatch import scoring
 
-AGGREGATIONS = ("single", "cumulative", "ema")
+AGGREGATIONS = ("single", "cumulative", "ema", "peak")
 HEAD_POOLS = ("mean", "max", "rms")
 NEW_TOKEN = ("mean", "zero")
 

@@ -106,9 +106,11 @@ def entropy(mean, count: int) -> float:
 
 
 def aggregated(utility, score, rule: str, alpha: float):
-    """m after one more score s: s, m + s, or alpha m + (1 - alpha) s."""
+    """m after one more score s: s, m + s, alpha m + (1 - alpha) s, or max(alpha m, s)."""
     if rule == "single":
         return score
+    if rule == "peak":
+        return torch.maximum(alpha * utility, score)
     return utility + score if rule == "cumulative" else alpha * utility + (1 - alpha) * score
 
 

@@ -17,13 +17,43 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 CHOICES = {
     "scorer": ("attention", "vnorm", "entropy", "keydiff", "knorm", "recency", "random"),
     "head_pool": ("mean", "max", "rms"),
-    "aggregation": ("single", "cumulative", "ema"),
+    "aggregation": ("single", "cumulative", "ema", "peak"),
     "coupling": ("sequential", "uniform", "per_layer", "per_head"),
     "new_token": ("mean", "zero"),
 }
 USES_ATTENTION = ("attention", "vnorm", "entropy")
 TIE = 1e-6  # relative
 BLOCK = 16  # rescue keeps the best entry of every block of this many positions
+
+
+def check_rule(rule):
+    """What a ranking cannot be made of, be it the policy's first or its second."""
+    for field, allowed in CHOICES.items():
+        if hasattr(rule, field) and getattr(rule, field) not in allowed:
+            raise ValueError(f"{field} must be one of {allowed}, not {getattr(rule, field)!r}")
+    if rule.scorer not in USES_ATTENTION and rule.head_pool != "mean":
+        raise ValueError(f"scorer {rule.scorer!r} reads no attention: its head_pool can only be 'mean'")
+
+
+@dataclass(frozen=True)
+class Blend:
+    """A second ranking: the K = floor(share * B + 1e-9) entries that it ranks highest are kept.
+
+    It has utilities of its own, with the policy's coupling and seed, updated on the policy's scoring steps.
+    """
+
+    share: float
+    scorer: str = "attention"
+    head_pool: str = "mean"
+    score_layers: object = "all"
+    aggregation: str = "ema"
+    alpha: float = 0.8
+    new_token: str = "mean"
+
+    def __post_init__(self):
+        check_rule(self)
+        if not 0.0 < self.share < 1.0:
+            raise ValueError(f"the share of a blend lies between 0 and 1, not {self.share}")
 
 
 @dataclass(frozen=True)
@@ -43,17 +73,26 @@ class Axes:
     rescue: bool = False
     new_token: str = "mean"
     seed: int = 0
+    blend: object = None  # None or a Blend
 
     def __post_init__(self):
-        for field, allowed in CHOICES.items():
-            if getattr(self, field) not in allowed:
-                raise ValueError(f"{field} must be one of {allowed}, not {getattr(self, field)!r}")
+        check_rule(self)
         if self.refresh != "once" and self.refresh < 1:
             raise ValueError("refresh must be at least 1, or 'once'")
-        if self.scorer not in USES_ATTENTION and self.head_pool != "mean":
-            raise ValueError(f"scorer {self.scorer!r} reads no attention: its head_pool can only be 'mean'")
-        if self.score_layers != "all" and self.coupling in ("per_layer", "per_head"):
-            raise ValueError(f"score_layers cannot be combined with coupling {self.coupling!r}")
+        for rule in (self, self.blend):
+            if rule is not None and rule.score_layers != "all" and self.coupling in ("per_layer", "per_head"):
+                raise ValueError(f"score_layers cannot be combined with coupling {self.coupling!r}")
+        if self.blend is not None and self.blend.scorer == "entropy" and self.coupling == "per_head":
+            raise ValueError("scorer 'entropy' of a blend cannot be combined with coupling 'per_head'")
+
+
+@dataclass
+class Side:
+    """One of the two rankings that a row keeps: its rule (Axes or Blend), the layers it scores, its utilities."""
+
+    rule: object
+    layers: tuple
+    utilities: dict  # ranking -> {position: utility}
 
 
 def share_or_count(value, whole):
@@ -95,9 +134,12 @@ def pool(numbers, kind):
 
 
 def aggregate(rule, alpha, utility, score):
-    """single: m = s. cumulative: m = m + s. ema: m = alpha m + (1 - alpha) s."""
+    """single: m = s. cumulative: m = m + s. ema: m = alpha m + (1 - alpha) s.
+    peak: m = max(alpha m, s)."""
     if rule == "single":
         return score
+    if rule == "peak":
+        return max(alpha * utility, score)
     if rule == "cumulative":
         return utility + score
     return alpha * utility + (1.0 - alpha) * score
@@ -118,6 +160,11 @@ def clamped_norm(vector):
     return max(float(vector.norm()), 1e-12)
 
 
+def relative_gap(a, b):
+    """Relative to the larger magnitude of the two."""
+    return abs(a - b) / max(abs(a), abs(b), 1e-300)
+
+
 class Row:
     """One batch row, alone: its own unpadded prompt at positions 0 .. L0-1, its own cache and utilities."""
 
@@ -128,13 +175,19 @@ class Row:
         self.layers = list(model.model.layers)
         self.kv_heads = model.config.num_key_value_heads
         self.group = model.config.num_attention_heads // self.kv_heads
-        everything = tuple(range(len(self.layers)))
-        self.scored_layers = everything if axes.score_layers == "all" else tuple(axes.score_layers)
-        if not self.scored_layers or not set(self.scored_layers) <= set(everything):
-            raise ValueError(f"score_layers {axes.score_layers} must name some of the layers {everything}")
-        self.windows = [self.window_of(index) for index in everything]
+        self.first = self.side(axes)
+        self.second = None if axes.blend is None else self.side(axes.blend)
+        self.sides = [side for side in (self.first, self.second) if side is not None]
+        self.windows = [self.window_of(index) for index in range(len(self.layers))]
         self.step_number = 0
         self.adopted = 0
+
+    def side(self, rule):
+        everything = tuple(range(len(self.layers)))
+        layers = everything if rule.score_layers == "all" else tuple(rule.score_layers)
+        if not layers or not set(layers) <= set(everything):
+            raise ValueError(f"score_layers {rule.score_layers} must name some of the layers {everything}")
+        return Side(rule, layers, {})
 
     def window_of(self, layer):
         """Tokens that this layer's queries meet, themselves included; infinite without a sliding window."""
@@ -153,7 +206,11 @@ class Row:
 
     def utility(self, layer, head):
         """position -> utility of every entry that this layer and KV head hold."""
-        return dict(self.utilities[self.ranking(layer, head)])
+        return dict(self.first.utilities[self.ranking(layer, head)])
+
+    def second_utility(self, layer, head):
+        """The same in the blend's ranking."""
+        return dict(self.second.utilities[self.ranking(layer, head)])
 
     # ---- the run
 
@@ -167,10 +224,11 @@ class Row:
         # [layer][kv_head]: {position: key after RoPE}, {position: value}
         self.keys = [[{} for _ in range(self.kv_heads)] for _ in self.layers]
         self.values = [[{} for _ in range(self.kv_heads)] for _ in self.layers]
-        self.utilities = {}  # ranking -> {position: utility}
-        for l in range(len(self.layers)):
-            for g in range(self.kv_heads):
-                self.utilities[self.ranking(l, g)] = {i: 0.0 for i in positions}
+        for side in self.sides:
+            side.utilities = {}
+            for l in range(len(self.layers)):
+                for g in range(self.kv_heads):
+                    side.utilities[self.ranking(l, g)] = {i: 0.0 for i in positions}
         hidden = self.embed(prompt)
         for l in range(len(self.layers)):
             queries = self.append(l, hidden, positions)
@@ -194,9 +252,7 @@ class Row:
         self.kept = tokens_kept(self.budget, self.prompt_length, self.min_budget)
         self.count_protected()
         positions = list(range(first, self.prompt_length))
-        for utility in self.utilities.values():
-            start = mean(utility.values()) if self.axes.new_token == "mean" else 0.0
-            utility.update((i, start) for i in positions)
+        self.begin(positions)
         hidden = self.embed(prompt)
         for l in range(len(self.layers)):
             queries = self.append(l, hidden, positions)
@@ -220,12 +276,11 @@ class Row:
         """
         self.step_number += 1
         newest = self.prompt_length + self.step_number - 1
-        for utility in self.utilities.values():
-            utility[newest] = mean(utility.values()) if self.axes.new_token == "mean" else 0.0
+        self.begin([newest])
         refresh = self.axes.refresh
         scoring = self.step_number == 1 if refresh == "once" else (self.step_number - 1) % refresh == 0
 
-        collected = []  # uniform coupling: the scores of every scoring layer
+        collected = [[] for _ in self.sides]  # uniform coupling: the scores of every scoring layer
         hidden = self.embed([token])
         for l in range(len(self.layers)):
             queries = self.append(l, hidden, [newest])
@@ -236,20 +291,12 @@ class Row:
                 attention.append(dict(zip(held, weights, strict=True)))
                 outputs.append(output)
             hidden = self.finish_layer(l, hidden, torch.cat(outputs)[None])
-            if not scoring or l not in self.scored_layers:
-                continue
-            per_head = self.head_scores(l, attention)
-            if self.axes.coupling == "per_head":
-                for g in range(self.kv_heads):
-                    self.update((l, g), per_head[g])
-                continue
-            scores = self.pool_kv_heads(per_head)
-            if self.axes.coupling == "uniform":
-                collected.append(scores)
-            else:  # sequential: the one shared utility, layer after layer; per_layer: this layer's own
-                self.update(self.ranking(l, 0), scores)
-        if collected:
-            self.update(("all", "all"), {i: mean(s[i] for s in collected) for i in collected[0]})
+            if scoring:
+                for side, gathered in zip(self.sides, collected, strict=True):
+                    self.score_layer(side, l, attention, gathered)
+        for side, gathered in zip(self.sides, collected, strict=True):
+            if gathered:
+                self.update(side, ("all", "all"), {i: mean(s[i] for s in gathered) for i in gathered[0]})
 
         self.evict(newest, observed, tolerance)
         return self.logits(hidden)
@@ -264,30 +311,51 @@ class Row:
             return (layer, "all")
         return ("all", "all")
 
-    def update(self, ranking, scores):
+    def begin(self, positions):
+        """New entries, in each ranking by its own new_token: at the mean over the entries held so far, or at 0."""
+        for side in self.sides:
+            for utility in side.utilities.values():
+                start = mean(utility.values()) if side.rule.new_token == "mean" else 0.0
+                utility.update((i, start) for i in positions)
+
+    def score_layer(self, side, l, attention, gathered):
+        if l not in side.layers:
+            return
+        per_head = self.head_scores(l, attention, side.rule)
+        if self.axes.coupling == "per_head":
+            for g in range(self.kv_heads):
+                self.update(side, (l, g), per_head[g])
+            return
+        scores = self.pool_kv_heads(per_head, side.rule.head_pool)
+        if self.axes.coupling == "uniform":
+            gathered.append(scores)
+        else:  # sequential: the one shared utility, layer after layer; per_layer: this layer's own
+            self.update(side, self.ranking(l, 0), scores)
+
+    def update(self, side, ranking, scores):
         """One application of the aggregation rule to every entry of one ranking."""
-        utility = self.utilities[ranking]
+        utility = side.utilities[ranking]
         assert set(utility) == set(scores)
         for i in utility:
-            utility[i] = aggregate(self.axes.aggregation, self.axes.alpha, utility[i], scores[i])
+            utility[i] = aggregate(side.rule.aggregation, side.rule.alpha, utility[i], scores[i])
 
-    def head_scores(self, l, attention):
+    def head_scores(self, l, attention, rule):
         """Per KV head g of layer l: {position: score}. `attention[h]` is {position: a_h(position)}.
 
         attention: pool over the group of a_h(i).  vnorm: pool of a_h(i) * ||v_i|| / mean_j ||v_j||.
         entropy: the attention score times H(mean_h a_h) / log(held), one scalar of the layer.
         keydiff: -cos(k_i, mean_j k_j / ||k_j||).  knorm: -||k_i||.  recency: i.  random: hash of seed and i.
         """
-        scorer = self.axes.scorer
+        scorer, head_pool = rule.scorer, rule.head_pool
         scalar = self.layer_entropy(attention) if scorer == "entropy" else 1.0
         result = []
         for g in range(self.kv_heads):
             keys, values = self.keys[l][g], self.values[l][g]
             heads = range(g * self.group, (g + 1) * self.group)
             if scorer == "attention":
-                scores = {i: pool([attention[h][i] for h in heads], self.axes.head_pool) for i in keys}
+                scores = {i: pool([attention[h][i] for h in heads], head_pool) for i in keys}
             elif scorer == "entropy":
-                scores = {i: pool([attention[h][i] for h in heads], self.axes.head_pool) for i in keys}
+                scores = {i: pool([attention[h][i] for h in heads], head_pool) for i in keys}
                 scores = {i: scalar * scores[i] for i in keys}
             elif scorer == "vnorm":
                 norms = {i: float(values[i].norm()) for i in values}
@@ -295,7 +363,7 @@ class Row:
                 scores = {}
                 for i in keys:
                     weighted = [attention[h][i] * norms[i] / average for h in heads]
-                    scores[i] = pool(weighted, self.axes.head_pool)
+                    scores[i] = pool(weighted, head_pool)
             elif scorer == "keydiff":
                 centre = sum(k / clamped_norm(k) for k in keys.values()) / len(keys)
                 length = clamped_norm(centre)
@@ -321,23 +389,29 @@ class Row:
                 entropy -= p * math.log(p)
         return entropy / math.log(len(attention[0]))
 
-    def pool_kv_heads(self, per_head):
+    def pool_kv_heads(self, per_head, head_pool):
         """{position: score} of a layer: head_pool over its KV heads (scorers without attention: the mean)."""
-        return {i: pool([scores[i] for scores in per_head], self.axes.head_pool) for i in per_head[0]}
+        return {i: pool([scores[i] for scores in per_head], head_pool) for i in per_head[0]}
 
     # ---- eviction
 
     def count_protected(self):
-        """The three counts; sinks + recent + reserve must stay below B."""
+        """The three counts; sinks + recent + reserve must stay below B, and with K must not exceed it."""
         if self.kept is None:
             return
         axes, kept = self.axes, self.kept
         self.sinks, self.recent, self.reserve = (
             share_or_count(x, kept) for x in (axes.sinks, axes.recent, axes.reserve)
         )
+        counts = f"{self.sinks} + {self.recent} + {self.reserve}"
         if self.sinks + self.recent + self.reserve >= kept:
-            counts = f"{self.sinks} + {self.recent} + {self.reserve}"
             raise ValueError(f"sinks + recent + reserve = {counts} must stay below the budget of {kept}")
+        self.blended = 0 if axes.blend is None else math.floor(axes.blend.share * kept + 1e-9)
+        if self.blended + self.sinks + self.recent + self.reserve > kept:
+            raise ValueError(
+                f"the blend's share + sinks + recent + reserve = {self.blended} + {counts} "
+                f"must not exceed the budget of {kept}"
+            )
 
     def protected(self, i, newest):
         """positions < sinks; positions > newest - recent; floor(j * L0 / R) for j = 0 .. R-1."""
@@ -350,35 +424,57 @@ class Row:
         Where one entry goes, utilities within a relative 1e-6 of the lowest count as equal to it: tokens that
         started at the mean of the others come so close to each other that only rounding would order them.
 
+        blend: whenever something has to go, the K entries of highest second utility, of all that are held, stay.
+
         rescue, at step 1 if more than one has to go: the best entry of every block goes after all others.
         """
         adopted = False
-        for ranking, utility in self.utilities.items():
+        for ranking, utility in self.first.utilities.items():
             # What no layer will meet again goes before everything else, protected or not.
             gone = {i for i in utility if i <= newest + 1 - max(self.windows)}
-            whole, utility = utility, {i: value for i, value in utility.items() if i not in gone}
+            utility = {i: value for i, value in utility.items() if i not in gone}
+            second = {} if self.second is None else self.second.utilities[ranking]
+            second = {i: value for i, value in second.items() if i not in gone}
             excess = 0 if self.kept is None else max(len(utility) - self.kept, 0)
-            guarded = [] if self.kept is None else [i for i in utility if self.protected(i, newest)]
+            guarded = set() if self.kept is None else {i for i in utility if self.protected(i, newest)}
             rescuing = self.axes.rescue and self.step_number == 1 and excess > 1
             rescued = self.best_of_blocks(utility) if rescuing else []
-            order = sorted(set(utility) - set(guarded), key=lambda i: (i in rescued, utility[i], i))
-            dropped = set(order[:excess])
-            if excess == 1:
-                lowest = utility[order[0]]
-                dropped = {min(i for i in order if utility[i] <= lowest + TIE * abs(lowest))}
+            top = self.top(second) if excess else set()
+            dropped = self.victims(utility, guarded | top, rescued, excess)
             members = [
                 (l, g) for l in range(len(self.layers)) for g in range(self.kv_heads) if self.ranking(l, g) == ranking
             ]
             if observed is not None:
                 own = dropped
-                dropped = self.check_observed(members, utility, own, guarded, rescuing, observed, tolerance)
+                dropped = self.check_observed(members, utility, second, own, guarded, top, rescued, observed, tolerance)
                 adopted = adopted or dropped != own
             for i in dropped | gone:
-                del whole[i]
+                for side in self.sides:
+                    del side.utilities[ranking][i]
                 for l, g in members:
                     del self.keys[l][g][i]
                     del self.values[l][g][i]
         self.adopted += adopted
+
+    def top(self, second):
+        """The K entries of highest second utility.
+
+        Those within a relative 1e-6 of the K-th highest count as equal to it; of equals, the highest positions.
+        """
+        if self.second is None or self.blended == 0:
+            return set()
+        edge = sorted(second.values(), reverse=True)[self.blended - 1]
+        above = [i for i in second if second[i] > edge + TIE * abs(edge)]
+        equal = [i for i in second if abs(second[i] - edge) <= TIE * abs(edge)]
+        return set(above) | set(sorted(equal, reverse=True)[: self.blended - len(above)])
+
+    def victims(self, utility, safe, rescued, excess):
+        """The `excess` entries that go, none of them safe."""
+        order = sorted(set(utility) - safe, key=lambda i: (i in rescued, utility[i], i))
+        if excess == 1:
+            lowest = utility[order[0]]
+            return {min(i for i in order if utility[i] <= lowest + TIE * abs(lowest))}
+        return set(order[:excess])
 
     def best_of_blocks(self, utility):
         """Of every block floor(position / 16), the entry of highest utility, then highest position."""
@@ -389,13 +485,8 @@ class Row:
                 best[block] = i
         return list(best.values())
 
-    def check_observed(self, members, utility, dropped, guarded, rescuing, observed, tolerance):
-        """The set that the implementation under test dropped, if a near-tie at the cut explains it.
-
-        Every wrongly kept and every wrongly dropped entry may differ by at most `tolerance`, relative to the
-        larger magnitude of the two. A rescue also cuts inside every block, not only once in all, so that
-        there the two kinds are compared in order of utility, pair by pair.
-        """
+    def check_observed(self, members, utility, second, dropped, guarded, top, rescued, observed, tolerance):
+        """The set that the implementation under test dropped, if near-ties explain it."""
         first = None
         for l, g in members:
             where = f"step {self.step_number}, layer {l}, kv head {g}"
@@ -406,25 +497,56 @@ class Row:
             assert not alien, f"{where}: holds {alien}, which are not in the cache"
             expected = len(utility) - len(dropped)
             assert len(kept) == expected, f"{where}: holds {len(kept)} entries, expected {expected}"
-            assert kept >= set(guarded), f"{where}: dropped protected {sorted(set(guarded) - kept)}"
+            assert kept >= guarded, f"{where}: dropped protected {sorted(guarded - kept)}"
             gone = set(utility) - kept
             first = gone if first is None else first
             differing = sorted(gone ^ first)
             assert not differing, f"{where}: differs from {members[0]} of the same ranking in {differing}"
-            wrongly_kept = sorted(dropped - gone, key=lambda i: (utility[i], i))
-            wrongly_dropped = sorted(gone - dropped, key=lambda i: (utility[i], i))
-            if rescuing:
+            if gone != dropped:
+                self.check_near_tie(where, utility, second, dropped, gone, guarded, top, rescued, tolerance)
+        return first
+
+    def check_near_tie(self, where, utility, second, dropped, gone, guarded, top, rescued, tolerance):
+        """AssertionError unless near-ties explain that `gone` went where `dropped` should have.
+
+        First utilities, with some K entries on top: every wrongly kept and every wrongly dropped entry may differ
+        by at most `tolerance`, relative to the larger magnitude of the two. A rescue also cuts inside every block,
+        not only once in all, so that there the two kinds are compared in order of utility, pair by pair.
+
+        The K on top: every entry that leaves `top` and every entry that takes a place in it may differ from the
+        K-th highest second utility by at most `tolerance`. What went leaves; what stayed and could not have done
+        so by its first utility takes a place; besides these, the entries nearest to the K-th highest leave or
+        enter, as many as it takes.
+        """
+        found = f"{where}: wrongly kept {sorted(dropped - gone)}, wrongly dropped {sorted(gone - dropped)}"
+        edge = sorted(second.values(), reverse=True)[len(top) - 1] if top else math.nan
+        gaps = {i: relative_gap(value, edge) for i, value in second.items()}
+        entering = set()
+        while True:
+            staying = sorted(top - gone - entering, key=lambda i: -gaps[i])
+            coming = sorted(set(second) - top - gone - entering, key=lambda i: gaps[i])
+            supposed = set((sorted(entering) + staying + coming)[: len(top)])
+            for i in sorted(top ^ supposed):
+                assert gaps[i] <= tolerance, (
+                    f"{found}; in the blend's ranking, utility of {i} is {second[i]!r}, and number "
+                    f"{len(top)} from the top is {edge!r}: relative gap {gaps[i]:.3g} > {tolerance:.3g}"
+                )
+            own = self.victims(utility, guarded | supposed, rescued, len(gone))
+            wrongly_kept = sorted(own - gone, key=lambda i: (utility[i], i))
+            wrongly_dropped = sorted(gone - own, key=lambda i: (utility[i], i))
+            if rescued:
                 pairs = list(zip(wrongly_kept, wrongly_dropped, strict=True))
             else:
                 pairs = [(i, j) for i in wrongly_kept for j in wrongly_dropped]
-            for i, j in pairs:
-                gap = abs(utility[i] - utility[j]) / max(abs(utility[i]), abs(utility[j]), 1e-300)
-                assert gap <= tolerance, (
-                    f"{where}: wrongly kept {wrongly_kept}, wrongly dropped {wrongly_dropped}; "
-                    f"utility of {i} is {utility[i]!r}, of {j} is {utility[j]!r}: "
-                    f"relative gap {gap:.3g} > {tolerance:.3g}"
-                )
-        return first
+            apart = [(i, j) for i, j in pairs if relative_gap(utility[i], utility[j]) > tolerance]
+            if not apart:
+                return
+            i, j = apart[0]
+            assert len(entering) < len(top), (
+                f"{found}; utility of {i} is {utility[i]!r}, of {j} is {utility[j]!r}: "
+                f"relative gap {relative_gap(utility[i], utility[j]):.3g} > {tolerance:.3g}"
+            )
+            entering.add(i)
 
     # ---- the model, module by module
 

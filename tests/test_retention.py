@@ -5,6 +5,7 @@ import os
 import random
 from pathlib import Path
 
+import oracle
 import pytest
 from allpairspy import AllPairs
 from factories import EOS, VOCABULARY, Forced, Watcher, left_padded, llama, prompts, retained_sets
@@ -16,7 +17,7 @@ from kvpatch.bench.record import append_rows
 AXES = {
     "scorer": ["attention", "vnorm", "entropy", "keydiff", "knorm", "recency", "random"],
     "head_pool": ["mean", "max", "rms"],
-    "aggregation": ["single", "cumulative", "ema"],
+    "aggregation": ["single", "cumulative", "ema", "peak"],
     "coupling": ["sequential", "uniform", "per_layer", "per_head"],
     "refresh": [1, 3, "once"],
     "protections": ["none", "sinks", "recent", "reserve", "all"],
@@ -67,13 +68,15 @@ def compare(case: dict, compile: bool = False, lengths=LENGTHS, steps: int = STE
         name: case[name] for name in ("rescue", "new_token", "score_layers")
     }
     fields |= PROTECTIONS[case["protections"]]
+    blend = case.get("blend")
+    mine, theirs = (fields | {"blend": blend and kind(**blend)} for kind in (kvpatch.Blend, oracle.Blend))
     rows = prompts(lengths)
     generator = random.Random(5)
     tokens = [[generator.randrange(2, VOCABULARY) for _ in range(steps + 1)] for _ in rows]
     stop = steps * 3 // 5
     tokens[1] = tokens[1][:stop] + [EOS]  # the second row ends while the others go on
     batch = left_padded(rows)
-    with kvpatch.patched(model, kvpatch.Policy(**fields), budget=budget, compile=compile) as handle:
+    with kvpatch.patched(model, kvpatch.Policy(**mine), budget=budget, compile=compile) as handle:
         watcher = Watcher(handle.retained)
         model.generate(
             **batch,
@@ -85,8 +88,8 @@ def compare(case: dict, compile: bool = False, lengths=LENGTHS, steps: int = STE
     assert len(watcher.seen) == steps
     adopted = 0
     for index, prompt in enumerate(rows):
-        oracle = Row(model, Axes(**fields), case["budget"], min_budget=1)
-        oracle.prefill(prompt)
+        row = Row(model, Axes(**theirs), case["budget"], min_budget=1)
+        row.prefill(prompt)
         for step, seen in enumerate(watcher.seen):
             observed = retained_sets(seen, index)
             if tokens[index][step] == EOS:  # generated, never fed: nothing may change from here on
@@ -95,14 +98,40 @@ def compare(case: dict, compile: bool = False, lengths=LENGTHS, steps: int = STE
                     for later in watcher.seen[step:]
                 )
                 break
-            oracle.step(tokens[index][step], observed=observed)
-        adopted += oracle.adopted
+            row.step(tokens[index][step], observed=observed)
+        adopted += row.adopted
     return adopted
 
 
 @pytest.mark.parametrize("case", covering(), ids=named)
 def test_every_step_holds_what_the_simulator_holds(case):
     assert compare(case) <= 1  # of 520 row steps
+
+
+FIRST = {name: values[0] for name, values in AXES.items()} | {"aggregation": "ema", "query_groups": 3, "budget": 12}
+BLENDS = {
+    "one layer's loudest head": ({}, {"share": 0.75, "score_layers": (1,), "head_pool": "max"}),
+    "its own rule": ({"refresh": 3}, {"share": 0.5, "aggregation": "peak", "alpha": 0.9, "new_token": "zero"}),
+    "one update a step": ({"coupling": "uniform"}, {"share": 0.4, "score_layers": (0, 2), "aggregation": "cumulative"}),
+    "a layer each": ({"coupling": "per_layer"}, {"share": 0.5, "scorer": "vnorm", "head_pool": "rms"}),
+    "a head each": ({"coupling": "per_head", "aggregation": "cumulative"}, {"share": 0.3, "scorer": "keydiff"}),
+    "protected entries": ({"protections": "all"}, {"share": 0.25, "scorer": "random"}),
+    "rescue, scored once": ({"rescue": True, "refresh": "once"}, {"share": 0.6, "head_pool": "max"}),
+    "a share that comes to nothing": ({"budget": 3}, {"share": 0.3}),
+    "a share of the prompt": ({"budget": 0.35, "new_token": "zero"}, {"share": 0.9, "aggregation": "single"}),
+    "no attention at first": ({"scorer": "recency"}, {"share": 0.5}),
+}
+
+
+@pytest.mark.parametrize("name", BLENDS)
+def test_with_a_second_ranking_every_step_holds_what_the_simulator_holds(name):
+    fields, blend = BLENDS[name]
+    assert compare(FIRST | fields | {"blend": blend}, steps=120) <= 1
+
+
+def test_a_second_ranking_compiled_holds_what_the_simulator_holds():
+    fields, blend = BLENDS["one layer's loudest head"]
+    assert compare(FIRST | fields | {"blend": blend, "refresh": 3}, compile=True) <= 1
 
 
 def test_the_compiled_step_holds_what_the_simulator_holds():

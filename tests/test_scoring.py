@@ -200,7 +200,7 @@ def test_pool_is_mean_max_or_root_mean_square(numbers, head_pool, dim):
 @DRAWS
 @given(
     st.lists(st.floats(-5, 5), min_size=1, max_size=8),
-    st.sampled_from(["single", "cumulative", "ema"]),
+    st.sampled_from(["single", "cumulative", "ema", "peak"]),
     st.floats(0, 0.99),
 )
 def test_aggregation_is_the_newest_the_sum_or_the_moving_average(scores, rule, alpha):
@@ -210,13 +210,14 @@ def test_aggregation_is_the_newest_the_sum_or_the_moving_average(scores, rule, a
         expected = {
             "single": score,
             "cumulative": expected + score,
+            "peak": max(alpha * expected, score),
             "ema": alpha * expected + (1 - alpha) * score,
         }[rule]
     assert utility.item() == pytest.approx(expected, abs=1e-9)
 
 
 def test_aggregation_leaves_its_arguments_alone():
-    for rule in ("single", "cumulative", "ema"):
+    for rule in ("single", "cumulative", "ema", "peak"):
         utility, score = torch.ones(2, 3), torch.arange(3.0)
         got = aggregation.aggregate(utility, score.expand(2, 3), rule, 0.5)
         assert got.shape == (2, 3)

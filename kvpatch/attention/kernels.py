@@ -237,6 +237,8 @@ def _aggregated(utility, score, alpha, RULE: tl.constexpr):
         return score
     elif RULE == "cumulative":
         return utility + score
+    elif RULE == "peak":
+        return tl.maximum(alpha * utility, score)
     else:
         return alpha * utility + (1.0 - alpha) * score
 

@@ -246,7 +246,7 @@ def attend(
         n: slots of the longest row at most.   scale: of the logits.
         window: positions that the layer meets, 0 for all.
         scorer: "" or one of `SCORERS`.   head_pool: "mean", "max" or "rms".
-        rule: "single", "cumulative" or "ema" with `alpha`.
+        rule: as `kvpatch.aggregation.aggregate`, with `alpha`.
 
     Returns:
         [B, 1, H, D] in q's dtype.
