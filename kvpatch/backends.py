@@ -62,16 +62,17 @@ def _score(of_layer: slots.LayerSlots, policy: Policy, scorers, scored, weights:
         slots.score(of_layer, policy, number, rankings[number], scorers[number], weights, valid)
 
 
-def _kernel_of(scorers: tuple[scoring.Scorer, ...], scored: tuple[int, ...]) -> str:
+def _kernel_of(policy: Policy, scorers: tuple[scoring.Scorer, ...], scored: tuple[int, ...]) -> str:
     """The one scorer that the attention kernel computes on the way: the first ranking's, where no other one scores."""
-    return _KERNELS.get(scorers[0].score, "") if scored == (0,) else ""
+    fits = scored == (0,) and policy.score_heads == "all"
+    return _KERNELS.get(scorers[0].score, "") if fits else ""
 
 
 @functools.cache
 def _fused(policy: Policy, scorers: tuple, scored: tuple[int, ...], window: int | None) -> Callable:
     from kvpatch.attention import triton
 
-    own, inside = policy.rankings[0], _kernel_of(scorers, scored)
+    own, inside = policy.rankings[0], _kernel_of(policy, scorers, scored)
     by_torch = bool(scored) and not inside
     needs_weights = by_torch and any(scorers[number].uses_attention for number in scored)
 
@@ -111,7 +112,7 @@ def _fused(policy: Policy, scorers: tuple, scored: tuple[int, ...], window: int 
 def _flash(policy: Policy, scorers: tuple, scored: tuple[int, ...], which: int) -> Callable:
     from kvpatch.attention import flash, triton
 
-    own, inside = policy.rankings[0], _kernel_of(scorers, scored) == "attention"
+    own, inside = policy.rankings[0], _kernel_of(policy, scorers, scored) == "attention"
     needs_weights = any(scorers[number].uses_attention for number in scored)
 
     def attend(of_layer: slots.LayerSlots, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

@@ -48,6 +48,7 @@ class SlotCache(Cache):
         rankings = self.policy.rankings
         layers = [ranking.scoring_layers(len(self.layers)) for ranking in rankings]
         self.scoring_layers = tuple(map(len, layers))  # for each ranking, how many
+        self._rankings, self._heads = rankings, [None] * len(self.layers)
         self._scored = [tuple(n for n, some in enumerate(layers) if index in some) for index in range(len(self.layers))]
         self.windows = windows_of(text)
         self.window = self.windows[0] if len(set(self.windows)) == 1 else None  # that of every layer
@@ -96,6 +97,20 @@ class SlotCache(Cache):
             for scored in dict.fromkeys([(), *self._scored])
             for window in dict.fromkeys(self.windows)
         }
+        self._heads = [self._head_weights(layer) for layer in range(len(self.layers))]
+
+    def _head_weights(self, layer: int) -> Tensor | None:
+        """[Q, G, R] for `slots.LayerSlots`."""
+        heads, groups, _ = heads_of(self.config)
+        chosen = [
+            ranking.head_weights(layer, heads) if number in self._scored[layer] else None
+            for number, ranking in enumerate(self._rankings)
+        ]
+        if not any(chosen):
+            return None
+        dtype = torch.promote_types(self.site.dtype, torch.float32)
+        every = [one or [1.0] * heads for one in chosen]
+        return torch.tensor(every, dtype=dtype, device=self.site.device).view(len(every), groups, heads // groups)
 
     # ---- prefill -----------------------------------------------------------------------------------------------
 
@@ -375,7 +390,8 @@ class SlotCache(Cache):
         if self.phase != "decode":
             return None
         attend = self.attends[self._scored[layer] if self.scores else (), self.windows[layer]]
-        return slots.LayerSlots(*self.state.views[layer], self.state.ledger.index, attend)
+        heads = self._heads[layer] if self.scores else None
+        return slots.LayerSlots(*self.state.views[layer], self.state.ledger.index, heads, attend)
 
     def set_active(self, active: Tensor) -> None:
         """Freeze the rows where `active` [B] is False: what they hold stays as it is."""

@@ -61,7 +61,8 @@ def patch(
     architecture = patches.find(model)
     _check_state(model)
     for ranking in policy.rankings:
-        ranking.scoring_layers(model.config.num_hidden_layers)
+        for layer in ranking.scoring_layers(model.config.num_hidden_layers):
+            ranking.head_weights(layer, model.config.num_attention_heads)
     if isinstance(budget.value, int):
         policy.protected(budget.value)
     if ATTRIBUTE in model.__dict__:

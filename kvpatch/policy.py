@@ -20,6 +20,7 @@ class Policy:
         scorer: name of a registered scorer (`kvpatch.scoring.list_scorers()`).
         head_pool: how query heads' scores become one, "mean", "max" or "rms"; only for scorers that use attention.
         score_layers: "all", or the layers whose scores count (a range or a sequence of indices).
+        score_heads: "all", or the (layer, query head) pairs whose attention counts, pooled within each layer.
         aggregation: "single" (the newest score), "cumulative" (sum), "ema" (``alpha m + (1 - alpha) s``) or "peak"
             (``max(alpha m, s)``).
         alpha: weight of the past in "ema" and "peak", in [0, 1).
@@ -46,6 +47,7 @@ class Policy:
     scorer: str = "attention"
     head_pool: str = "mean"
     score_layers: str | Sequence[int] = "all"
+    score_heads: str | Sequence[tuple[int, int]] = "all"
     aggregation: str = "ema"
     alpha: float = 0.8
     coupling: str = "sequential"
@@ -76,7 +78,8 @@ class Policy:
         if self.blend is not None and not isinstance(self.blend, Blend):
             raise TypeError(f"blend must be a kvpatch.Blend or None, got {self.blend!r}")
         own = Ranking(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Ranking)})
-        object.__setattr__(self, "score_layers", own.score_layers)
+        for field in ("score_layers", "score_heads"):
+            object.__setattr__(self, field, getattr(own, field))
         object.__setattr__(self, "_rankings", (own,) if self.blend is None else (own, self.blend))
         for ranking in self._rankings:
             ranking.check_coupling(self.coupling, self.refresh)

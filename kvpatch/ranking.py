@@ -23,6 +23,7 @@ class Ranking:
     scorer: str = "attention"
     head_pool: str = "mean"
     score_layers: str | Sequence[int] = "all"
+    score_heads: str | Sequence[tuple[int, int]] = "all"
     aggregation: str = "ema"
     alpha: float = 0.8
     new_token: str = "mean"
@@ -36,6 +37,15 @@ class Ranking:
             raise ValueError(f"alpha must be a number in [0, 1), got {self.alpha!r}")
         if not (isinstance(self.score_layers, str) and self.score_layers == "all"):
             object.__setattr__(self, "score_layers", _layers(self.score_layers))
+        if not (isinstance(self.score_heads, str) and self.score_heads == "all"):
+            object.__setattr__(self, "score_heads", _heads(self.score_heads))
+            if self.score_layers != "all":
+                raise ValueError(
+                    f"score_layers={self.score_layers!r} with score_heads={self.score_heads!r}: the heads name their "
+                    'layers; use score_layers="all"'
+                )
+            if self.scorer != "attention":
+                raise ValueError(f'score_heads with scorer={self.scorer!r}: only scorer="attention" knows heads')
         if not spec.uses_attention and self.head_pool != "mean":
             raise ValueError(
                 f"head_pool={self.head_pool!r} with scorer={self.scorer!r}: that scorer does not use attention, so "
@@ -44,11 +54,12 @@ class Ranking:
 
     def check_coupling(self, coupling: str, refresh) -> None:
         """Whether this ranking makes sense under a policy's coupling and refresh."""
-        if self.score_layers != "all" and coupling in ("per_layer", "per_head"):
-            raise ValueError(
-                f"score_layers={self.score_layers!r} with coupling={coupling!r}: layers outside it would "
-                'have no ranking of their own; use score_layers="all" or a shared coupling'
-            )
+        for field in ("score_layers", "score_heads"):
+            if getattr(self, field) != "all" and coupling in ("per_layer", "per_head"):
+                raise ValueError(
+                    f"{field}={getattr(self, field)!r} with coupling={coupling!r}: layers outside it would "
+                    f'have no ranking of their own; use {field}="all" or a shared coupling'
+                )
         if self.scorer == "entropy" and coupling == "per_head":
             raise ValueError(
                 'scorer="entropy" with coupling="per_head": the entropy is that of a layer whose heads hold one set; '
@@ -59,12 +70,29 @@ class Ranking:
 
     def scoring_layers(self, layers: int) -> tuple[int, ...]:
         """Indices of the layers whose scores count, of a model with that many layers."""
-        if self.score_layers == "all":
+        field, named = "score_layers", self.score_layers
+        if self.score_heads != "all":
+            field, named = "score_heads", tuple(dict.fromkeys(layer for layer, _ in self.score_heads))
+        if named == "all":
             return tuple(range(layers))
-        outside = [index for index in self.score_layers if index >= layers]
+        outside = [index for index in named if index >= layers]
         if outside:
-            raise ValueError(f"score_layers names layers {outside}, the model has {layers} (0 to {layers - 1})")
-        return self.score_layers
+            raise ValueError(f"{field} names layers {outside}, the model has {layers} (0 to {layers - 1})")
+        return named
+
+    def head_weights(self, layer: int, heads: int) -> list[float] | None:
+        """What each of a layer's query heads is multiplied by, so that pooling all of them pools `score_heads` only.
+
+        None where all heads count as they are.
+        """
+        if self.score_heads == "all":
+            return None
+        outside = [pair for pair in self.score_heads if pair[1] >= heads]
+        if outside:
+            raise ValueError(f"score_heads names heads {outside}, a layer has {heads} (0 to {heads - 1})")
+        chosen = {head for index, head in self.score_heads if index == layer}
+        factor = {"mean": 1.0, "rms": 0.5, "max": 0.0}[self.head_pool]
+        return [(heads / len(chosen)) ** factor if head in chosen else 0.0 for head in range(heads)]
 
 
 @dataclass(frozen=True)
@@ -110,3 +138,14 @@ def _layers(value) -> tuple[int, ...]:
     if not all(is_int(index) and index >= 0 for index in indices):
         raise ValueError(f"score_layers must hold layer indices >= 0, got {value!r}")
     return tuple(sorted({int(index) for index in indices}))
+
+
+def _heads(value) -> tuple[tuple[int, int], ...]:
+    pairs = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(pairs, str) or not isinstance(pairs, Sequence) or not pairs:
+        raise ValueError(f'score_heads must be "all" or a non-empty list of (layer, head) pairs, got {value!r}')
+    for pair in pairs:
+        fits = isinstance(pair, Sequence) and len(pair) == 2
+        if not fits or not all(is_int(index) and index >= 0 for index in pair):
+            raise ValueError(f"score_heads must hold pairs of indices >= 0, got {pair!r}")
+    return tuple(sorted({(int(layer), int(head)) for layer, head in pairs}))

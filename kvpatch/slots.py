@@ -28,6 +28,7 @@ class LayerSlots(NamedTuple):
     positions: [B, Gc, C] int64.   free, length: [B, Gc] int64.   newest: [B] int64, position of the new token.
     active: [B] bool, False for rows that are done: they leave no trace but in their free slot.
     index: [n] int64, 0..n-1.
+    heads: [Q, G, R] what each query head's attention is multiplied by before heads are pooled, None: nothing.
     attend: (slots, q [B, H, 1, D], k, v [B, G, 1, D], scale) -> output [B, 1, H, D].
     """
 
@@ -40,6 +41,7 @@ class LayerSlots(NamedTuple):
     newest: Tensor
     active: Tensor
     index: Tensor
+    heads: Tensor | None
     attend: Callable
 
 
@@ -114,6 +116,8 @@ def score(
     """
     batch, groups = slots.keys.shape[:2]
     n = slots.index.shape[0]
+    if ranking.score_heads != "all":
+        weights = weights * slots.heads[number][:, :, None]
     scene = scoring.Scene(
         weights,
         slots.keys[:, :, :n],

@@ -49,6 +49,7 @@ class Blend:
     aggregation: str = "ema"
     alpha: float = 0.8
     new_token: str = "mean"
+    score_heads: object = "all"  # or (layer, query head) pairs, pooled within each layer; only with "attention"
 
     def __post_init__(self):
         check_rule(self)
@@ -72,6 +73,7 @@ class Axes:
     reserve: object = 0
     rescue: bool = False
     new_token: str = "mean"
+    score_heads: object = "all"
     seed: int = 0
     blend: object = None  # None or a Blend
 
@@ -185,6 +187,8 @@ class Row:
     def side(self, rule):
         everything = tuple(range(len(self.layers)))
         layers = everything if rule.score_layers == "all" else tuple(rule.score_layers)
+        if rule.score_heads != "all":
+            layers = tuple({layer for layer, _ in rule.score_heads})
         if not layers or not set(layers) <= set(everything):
             raise ValueError(f"score_layers {rule.score_layers} must name some of the layers {everything}")
         return Side(rule, layers, {})
@@ -327,6 +331,9 @@ class Row:
                 self.update(side, (l, g), per_head[g])
             return
         scores = self.pool_kv_heads(per_head, side.rule.head_pool)
+        if side.rule.score_heads != "all":
+            named = [h for layer, h in side.rule.score_heads if layer == l]
+            scores = {i: pool([attention[h][i] for h in named], side.rule.head_pool) for i in attention[named[0]]}
         if self.axes.coupling == "uniform":
             gathered.append(scores)
         else:  # sequential: the one shared utility, layer after layer; per_layer: this layer's own

@@ -41,6 +41,7 @@ def layer(policy: Policy, dtype: torch.dtype) -> tuple[slots.LayerSlots, tuple]:
         newest=torch.full((ROWS,), CAPACITY),
         active=torch.tensor([True, True, False]),
         index=torch.arange(READ),
+        heads=None,
         attend=None,
     )
     step = (normal(ROWS, GROUPS * QUERIES, 1, WIDTH), normal(ROWS, GROUPS, 1, WIDTH), normal(ROWS, GROUPS, 1, WIDTH))

@@ -67,6 +67,7 @@ def compare(case: dict, compile: bool = False, lengths=LENGTHS, steps: int = STE
     fields = {name: case[name] for name in list(AXES)[:5]} | {
         name: case[name] for name in ("rescue", "new_token", "score_layers")
     }
+    fields["score_heads"] = case.get("score_heads", "all")
     fields |= PROTECTIONS[case["protections"]]
     blend = case.get("blend")
     mine, theirs = (fields | {"blend": blend and kind(**blend)} for kind in (kvpatch.Blend, oracle.Blend))
@@ -111,6 +112,12 @@ def test_every_step_holds_what_the_simulator_holds(case):
 FIRST = {name: values[0] for name, values in AXES.items()} | {"aggregation": "ema", "query_groups": 3, "budget": 12}
 BLENDS = {
     "one layer's loudest head": ({}, {"share": 0.75, "score_layers": (1,), "head_pool": "max"}),
+    "a few heads": ({}, {"share": 0.7, "score_heads": ((0, 1), (2, 0), (2, 5), (2, 1))}),
+    "the loudest of a few heads": ({"refresh": 3}, {"share": 0.5, "score_heads": ((1, 4), (1, 0)), "head_pool": "max"}),
+    "a few heads, one update a step": (
+        {"coupling": "uniform", "score_heads": ((0, 0), (1, 3))},
+        {"share": 0.5, "score_heads": ((1, 2), (2, 3), (2, 4)), "head_pool": "rms"},
+    ),
     "its own rule": ({"refresh": 3}, {"share": 0.5, "aggregation": "peak", "alpha": 0.9, "new_token": "zero"}),
     "one update a step": ({"coupling": "uniform"}, {"share": 0.4, "score_layers": (0, 2), "aggregation": "cumulative"}),
     "a layer each": ({"coupling": "per_layer"}, {"share": 0.5, "scorer": "vnorm", "head_pool": "rms"}),

@@ -228,7 +228,7 @@ class _Side:
 
     def attend(self, layer: int, given: list[Tensor]) -> Tensor:
         """The layer's attention to q, k and v."""
-        of_layer = slots.LayerSlots(*self.state.views[layer], self.state.ledger.index, self._attend)
+        of_layer = slots.LayerSlots(*self.state.views[layer], self.state.ledger.index, None, self._attend)
         return self._attend(of_layer, *(tensor.to(self._dtype) for tensor in given), self._scale)
 
 
