@@ -53,7 +53,7 @@ class Explanation:
         return cls(
             model=type(model).__name__,
             architecture=handle.architecture.name,
-            policy=policy.name,
+            policy=policy.name if handle.policy_origin is None else f"{policy.name} ({handle.policy_origin})",
             budget=str(handle.budget),
             backend=handle.backend,
             backend_reason=handle.backend_reason,

@@ -36,6 +36,7 @@ class Patch:
     def __init__(self, model, architecture, policy: Policy, budget: Budget, backend: str, compile: bool, graphs: bool):
         self.model, self.architecture, self.policy, self.budget = model, architecture, policy, budget
         self.asked, self.graphs, self._chosen_for = backend, graphs, None
+        self.policy_origin: str | None = None  # where a policy that is made for the model comes from
         self.uncompiled_because = architecture.uncompilable(model.config) if compile else "compile=False"
         self.compile = self.uncompiled_because is None
         self.parts = architecture.find_parts(model)

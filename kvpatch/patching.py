@@ -2,7 +2,7 @@
 
 import contextlib
 
-from kvpatch import attention, patches
+from kvpatch import attention, best, patches
 from kvpatch.budget import UNSET
 from kvpatch.cache import SlotCache
 from kvpatch.errors import UnsupportedModelError
@@ -33,7 +33,8 @@ def patch(
         policy: a name of `list_policies()` or a `Policy`.
         budget: tokens (int), a share of each row's prompt (float in (0, 1)), a `Budget`, or 1.0, None or "full" for no
             eviction. May be left out for policy "full" only.
-        prefill, profile: reserved; must be None.
+        prefill: reserved; must be None.
+        profile: for policy "best", a file that `kvpatch calibrate` has written, in place of one that is looked for.
         backend: "auto", or a named attention back end, which raises where it can't run.
         compile: False runs every step eagerly.
         graphs: on a GPU, capture the steps between two looks of the host as one CUDA graph; False starts every step's
@@ -53,12 +54,11 @@ def patch(
     """
     if prefill is not None:
         raise ValueError(f"prefill={prefill!r}: prefill-time compression is not part of this release; leave it out")
-    if profile is not None:
-        raise ValueError(f"profile={profile!r}: tuned profiles are not part of this release; leave it out")
-    policy, budget = settle(policy, budget, policy_fields)
     model = _inside(model)
     attention.check_name(backend)
     architecture = patches.find(model)
+    policy, origin = _of_model(model, policy, profile)
+    policy, budget = settle(policy, budget, policy_fields)
     _check_state(model)
     for ranking in policy.rankings:
         for layer in ranking.scoring_layers(model.config.num_hidden_layers):
@@ -79,6 +79,9 @@ def patch(
             "wraps"
         ) from error
     handle = Patch(model, architecture, policy, budget, backend, bool(compile), bool(graphs))
+    handle.policy_origin = origin
+    if origin is not None and policy.blend is None:
+        handle.warn_once(f"policy 'best': {origin}")
     if compile and not handle.compile:
         handle.warn_once(f"decode steps are not compiled: {handle.uncompiled_because}")
     earlier = model.__dict__.get(ATTRIBUTE)
@@ -97,6 +100,15 @@ def patch(
             earlier.install()
         raise
     return handle
+
+
+def _of_model(model, policy, profile) -> "tuple[str | Policy, str | None]":
+    """The policy, and where it comes from if it is made for this model."""
+    if policy == best.NAME:
+        return best.policy_for(model, profile)
+    if profile is not None:
+        raise ValueError(f"profile={profile!r} is for policy 'best', got policy {policy!r}: leave it out")
+    return policy, None
 
 
 def unpatch(model) -> None:

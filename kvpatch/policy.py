@@ -138,6 +138,7 @@ def _nearest(name: str, known) -> str:
     return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
 
 
+OF_MODEL = "best"  # the preset that needs a model: `kvpatch.best`
 _PRESETS = {
     policy.name: policy
     for policy in (
@@ -157,7 +158,7 @@ _PRESETS = {
 
 def list_policies() -> list[str]:
     """Names that `patch` accepts."""
-    return sorted(_PRESETS)
+    return sorted([*_PRESETS, OF_MODEL])
 
 
 def resolve(policy: "str | Policy", **fields) -> Policy:
@@ -167,6 +168,10 @@ def resolve(policy: "str | Policy", **fields) -> Policy:
         ValueError: for an unknown name, with the nearest known ones.
         TypeError: for something that is neither a name nor a Policy, or an unknown field.
     """
+    if policy == OF_MODEL:
+        raise ValueError(
+            f"policy {OF_MODEL!r} is made for a model: give it to patch, or take the policy of a patched model's handle"
+        )
     if isinstance(policy, str):
         if policy not in _PRESETS:
             raise ValueError(

@@ -101,14 +101,21 @@ class Blend(Ranking):
 
     Args:
         share: part of the budget, in (0, 1), that goes to the best of this ranking.
+        least: in [0, 1); an entry is among the best only if it has that part of the ranking's whole utility, so that a
+            ranking which finds nothing takes nothing. Only for scorers that use attention, which is never negative.
     """
 
     share: float = 0.5
+    least: float = 0.0
 
     def __post_init__(self):
         super().__post_init__()
         if not (is_real(self.share) and 0.0 < self.share < 1.0):
             raise ValueError(f"share must be a number in (0, 1), got {self.share!r}")
+        if not (is_real(self.least) and 0.0 <= self.least < 1.0):
+            raise ValueError(f"least must be a number in [0, 1), got {self.least!r}")
+        if self.least and not scoring.scorer(self.scorer).uses_attention:
+            raise ValueError(f"least={self.least!r} with scorer={self.scorer!r}: only scorers that use attention have it")
 
     def count(self, budget: int) -> int:
         """Entries of a budget of that many tokens that this ranking keeps."""

@@ -69,8 +69,10 @@ def victims(utility: Tensor, positions: Tensor, eligible: Tensor) -> Tensor:
     return torch.where(lowest & eligible, positions, last).argmin(-1)
 
 
-def best(utility: Tensor, positions: Tensor, held: Tensor, count: Tensor) -> Tensor:
+def best(utility: Tensor, positions: Tensor, held: Tensor, count: Tensor, least: float = 0.0) -> Tensor:
     """The entries of highest utility, [Lc, B, Gc, n] bool, `count` [B] a row (or all that are held).
+
+    With `least`, those of them only that have that part of the whole utility.
 
     Utilities within a relative `TIE` of the lowest of them are equal to it; of equals the newest are taken.
 
@@ -88,7 +90,11 @@ def best(utility: Tensor, positions: Tensor, held: Tensor, count: Tensor) -> Ten
     newest = torch.where(tied, positions, -1).sort(-1, descending=True).values
     missing = count - above.sum(-1, keepdim=True)
     oldest = newest.gather(-1, (missing - 1).clamp(0, utility.shape[-1] - 1))
-    return (above | (tied & (positions >= oldest) & (missing > 0))) & (count > 0)
+    chosen = (above | (tied & (positions >= oldest) & (missing > 0))) & (count > 0)
+    if not least:
+        return chosen
+    whole = torch.where(held, utility, 0.0).sum(-1, keepdim=True)
+    return chosen & (utility >= least * (1 - TIE) * whole)
 
 
 def first_cut(

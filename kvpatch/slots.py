@@ -198,7 +198,8 @@ def finish(ledger: Ledger, policy: Policy, scored: tuple[int, ...]) -> None:
         if policy.sinks or policy.recent or policy.reserve:
             eligible = held & ~selection.protected(positions, ledger.newest, ledger.rows)
         if policy.blend is not None:
-            eligible = eligible & ~selection.best(ledger.utility[1, ..., :n], positions, held, ledger.rows.blended)
+            second, least = ledger.utility[1, ..., :n], policy.blend.least
+            eligible = eligible & ~selection.best(second, positions, held, ledger.rows.blended, least)
         victim = selection.victims(ledger.utility[0, ..., :n], positions, eligible)
         following = torch.where(ledger.length > ledger.rows.budget[None, :, None], victim, following)
     if ledger.window is not None:

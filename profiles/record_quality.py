@@ -175,7 +175,7 @@ def main(
     console = Console()
     torch.set_num_threads(threads)
     model, tokenizer = demo.load(DTYPES[dtype])
-    chosen = policies.split(",") if policies else [PLAIN, *kvpatch.list_policies()]
+    chosen = policies.split(",") if policies else [PLAIN, *(name for name in kvpatch.list_policies() if name != "best")]
     chosen.sort(key=lambda policy: policy != PLAIN)  # lost hits are counted against it
     common = {"dtype": dtype, "prompt": prompt, "budget": budget, "min_budget": min_budget}
     bars = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())

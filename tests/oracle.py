@@ -50,6 +50,7 @@ class Blend:
     alpha: float = 0.8
     new_token: str = "mean"
     score_heads: object = "all"  # or (layer, query head) pairs, pooled within each layer; only with "attention"
+    least: float = 0.0  # of the K, those only that have this part of the sum of all held second utilities
 
     def __post_init__(self):
         check_rule(self)
@@ -473,7 +474,9 @@ class Row:
         edge = sorted(second.values(), reverse=True)[self.blended - 1]
         above = [i for i in second if second[i] > edge + TIE * abs(edge)]
         equal = [i for i in second if abs(second[i] - edge) <= TIE * abs(edge)]
-        return set(above) | set(sorted(equal, reverse=True)[: self.blended - len(above)])
+        chosen = set(above) | set(sorted(equal, reverse=True)[: self.blended - len(above)])
+        floor = self.axes.blend.least * (1 - TIE) * math.fsum(second.values())
+        return {i for i in chosen if second[i] >= floor}
 
     def victims(self, utility, safe, rescued, excess):
         """The `excess` entries that go, none of them safe."""

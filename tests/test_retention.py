@@ -118,6 +118,11 @@ BLENDS = {
         {"coupling": "uniform", "score_heads": ((0, 0), (1, 3))},
         {"share": 0.5, "score_heads": ((1, 2), (2, 3), (2, 4)), "head_pool": "rms"},
     ),
+    "only what it finds": ({}, {"share": 0.8, "score_heads": ((1, 4), (2, 0)), "least": 0.083}),
+    "only what it finds, fading": (
+        {"refresh": 3},
+        {"share": 0.8, "aggregation": "peak", "alpha": 0.9, "score_layers": (1,), "least": 0.11, "new_token": "zero"},
+    ),
     "its own rule": ({"refresh": 3}, {"share": 0.5, "aggregation": "peak", "alpha": 0.9, "new_token": "zero"}),
     "one update a step": ({"coupling": "uniform"}, {"share": 0.4, "score_layers": (0, 2), "aggregation": "cumulative"}),
     "a layer each": ({"coupling": "per_layer"}, {"share": 0.5, "scorer": "vnorm", "head_pool": "rms"}),
@@ -146,7 +151,7 @@ def test_the_compiled_step_holds_what_the_simulator_holds():
     assert compare(case | {"protections": "all", "refresh": 3}, compile=True) <= 1
 
 
-@pytest.mark.parametrize("preset", [name for name in kvpatch.list_policies() if name != "full"])
+@pytest.mark.parametrize("preset", [name for name in kvpatch.list_policies() if name not in ("full", "best")])
 def test_presets_hold_what_their_paper_says(preset):
     from kvpatch.policy import resolve
 

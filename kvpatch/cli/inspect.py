@@ -26,7 +26,7 @@ def list_all(as_json: AsJson = False) -> None:
     """
     from kvpatch import attention, patches, policy, scoring
 
-    presets = [policy.resolve(name) for name in policy.list_policies()]
+    presets = [policy.resolve(name) for name in policy.list_policies() if name != policy.OF_MODEL]
     rows = [
         {
             "policy": one.name,
@@ -41,6 +41,9 @@ def list_all(as_json: AsJson = False) -> None:
         }
         for one in presets
     ]
+    of_model = {"policy": policy.OF_MODEL, "scorer": "a model's own heads, then attention", "aggregation": "ema"}
+    rows.append(of_model | {"shared by": "all", "scores every": "1 step(s)", "protected": "", "cache": "fixed"})
+    rows.sort(key=lambda row: row["policy"])
     others = {
         "scorers": scoring.list_scorers(),
         "architectures": sorted(kind for entry in patches.architectures() for kind in entry.model_types),

@@ -1,0 +1,158 @@
+"""Which heads, how many of them, and what share of the budget they decide over: chosen by trying them out."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import kvpatch
+from kvpatch import best, needle
+from kvpatch.calibration import observing, trials
+from kvpatch.policy import Policy, resolve
+from kvpatch.ranking import Blend
+
+COUNTS, SHARES = (4, 8, 12), (0.5, 0.75)
+NEEDLE_BUDGETS, PROSE_BUDGETS = (0.05, 0.03, 0.02), (0.1, 0.05)
+LEAST_SOLVED = 6
+ALLOWED = 1.02  # of the fallback's divergence on prose
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is looked at. observed: prompts whose attention is read.   tried: prompts that policies answer.
+    texts, forced: of prose, and tokens of each that are fed.   length: tokens of a prompt.   batch: rows."""
+
+    observed: int = 32
+    tried: int = 16
+    texts: int = 4
+    forced: int = 96
+    length: int = 1024
+    batch: int = 8
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one policy did. kept: share of the full cache's needles at each budget of `NEEDLE_BUDGETS`.
+    divergence: nats at each of `PROSE_BUDGETS`."""
+
+    policy: Policy
+    kept: tuple[float, ...]
+    divergence: tuple[float, ...]
+
+
+def calibrate(
+    model,
+    tokenizer,
+    effort: Effort = Effort(),
+    seed: int = 50_000,
+    tick: Callable[[str, int, int], None] = lambda *_: None,
+) -> best.Profile:
+    """Find the policy "best" for a model.
+
+    Args:
+        model: unpatched; it is patched meanwhile and restored.
+        seed: of the first prompt; evaluation uses other ones.
+        tick: told of a stage's name, what is done of it, and how much it is.
+
+    Returns:
+        a profile, not yet written. Where no blend keeps more needles than "inertia" at no worse prose, it holds that.
+
+    Raises:
+        ValueError: if the model answers too few prompts with its full cache.
+    """
+    seeds = iter(range(seed, seed + 10**6))
+    seen = []
+    for done in range(effort.observed):
+        tick("reading prompts", done, effort.observed)
+        found = observing.observe(model, tokenizer, _hidden(tokenizer, effort.length, next(seeds), done))
+        if found is not None and found.solved:
+            seen.append(found)
+    if len(seen) < LEAST_SOLVED:
+        raise ValueError(
+            f"the model answers {len(seen)} of {effort.observed} needle prompts of {effort.length} tokens with its full "
+            f"cache, and {LEAST_SOLVED} are needed: calibrate at another length, or with more prompts"
+        )
+    heads = observing.by_cost(seen)[: max(COUNTS)]
+    candidates = [resolve(best.FALLBACK, name=best.NAME)]
+    candidates += [
+        resolve(best.FALLBACK, name=best.NAME, blend=Blend(score_heads=heads[:count], share=share))
+        for count in COUNTS
+        for share in SHARES
+    ]
+    outcomes = _tried(model, tokenizer, candidates, effort, seeds, tick)
+    chosen = choose(outcomes)
+    measured = {
+        "kvpatch": kvpatch.__version__,
+        "seed": seed,
+        "length": effort.length,
+        "prompts": effort.observed,
+        "solved": len(seen),
+        "needle_budgets": list(NEEDLE_BUDGETS),
+        "prose_budgets": list(PROSE_BUDGETS),
+        "bits": round(observing.cost(observing.mean_of(heads[: max(COUNTS)]), seen), 3),
+        "fallback": _numbers(outcomes[0]),
+        "chosen": _numbers(chosen),
+        "tried": [_described(one) for one in outcomes[1:]],
+    }
+    return best.Profile(best.identity(model), chosen.policy, measured)
+
+
+def _hidden(tokenizer, length: int, seed: int, index: int) -> needle.Needle:
+    return needle.document(length, tokenizer, seed, kind=needle.KINDS[index % len(needle.KINDS)])
+
+
+def _tried(model, tokenizer, candidates: list[Policy], effort: Effort, seeds: Iterator[int], tick) -> list[Outcome]:
+    count = len(candidates)
+    needle_ways = [("full", None)] + [(one, trials.share(x)) for one in candidates for x in NEEDLE_BUDGETS]
+    prose_ways = [(one, trials.share(x)) for one in candidates for x in PROSE_BUDGETS]
+    batches = -(-effort.tried // effort.batch)
+    total, done = batches * len(needle_ways) + len(prose_ways) + 1, 0
+
+    def one_done() -> None:
+        nonlocal done
+        done += 1
+        tick("trying policies", done, total)
+
+    with kvpatch.patched(model, "full", compile=False) as handle:
+        found: list[list[Tensor]] = []
+        for start in range(0, effort.tried, effort.batch):
+            rows = range(start, min(start + effort.batch, effort.tried))
+            hidden = [_hidden(tokenizer, effort.length, next(seeds), row) for row in rows]
+            found.append(trials.hits(handle, tokenizer, hidden, needle_ways, one_done))
+        full, *others = (torch.cat(parts) for parts in zip(*found, strict=True))
+        texts = [needle.prose(effort.length + effort.forced, tokenizer, next(seeds)) for _ in range(effort.texts)]
+        apart = trials.divergences(handle, tokenizer, torch.stack(texts), effort.length, prose_ways, one_done)
+    kept = [((one & full).sum() / full.sum().clamp_min(1)).item() for one in others]
+    nats = [one.mean().item() for one in apart]
+    return [
+        Outcome(
+            policy,
+            tuple(kept[number * len(NEEDLE_BUDGETS) :][: len(NEEDLE_BUDGETS)]),
+            tuple(nats[number * len(PROSE_BUDGETS) :][: len(PROSE_BUDGETS)]),
+        )
+        for number, policy in zip(range(count), candidates, strict=True)
+    ]
+
+
+def choose(outcomes: list[Outcome]) -> Outcome:
+    """The outcome that keeps most needles among those whose prose is no worse than the first one's, the fallback's.
+
+    Of equals the one whose prose is best.
+    """
+    fallback = outcomes[0]
+    fits = [
+        one
+        for one in outcomes
+        if all(nats <= ALLOWED * limit for nats, limit in zip(one.divergence, fallback.divergence, strict=True))
+    ]
+    return max(fits, key=lambda one: (round(sum(one.kept), 6), -sum(one.divergence)))
+
+
+def _numbers(one: Outcome) -> dict:
+    return {"kept": [round(x, 4) for x in one.kept], "nats": [round(x, 4) for x in one.divergence]}
+
+
+def _described(one: Outcome) -> dict:
+    blend = one.policy.blend
+    return {"heads": len(blend.score_heads), "share": blend.share, **_numbers(one)}

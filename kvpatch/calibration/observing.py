@@ -1,0 +1,110 @@
+"""What every head looks at when an answer begins, on prompts that hide one.
+
+Copying heads attend to what comes next in the context (retrieval heads, arXiv 2404.15574). A head's worth here is how
+few entries it would have to keep so that the whole answer is among them.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from kvpatch import needle
+
+
+@dataclass(frozen=True)
+class Observed:
+    """One prompt.
+
+    attention: [layers, heads, n] float32, of the step that feeds the answer's first token.
+    answer: positions of the answer's other tokens in the prompt.
+    solved: whether the model, with its full cache, says the answer.
+    """
+
+    attention: Tensor
+    answer: tuple[int, ...]
+    solved: bool
+
+
+@contextlib.contextmanager
+def eager(model) -> Iterator[None]:
+    """Attention weights are to be had from the eager implementation only."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+@torch.no_grad()
+def observe(model, tokenizer, hidden: needle.Needle) -> Observed | None:
+    """Read one prompt with the full cache, feed the answer, and look; None where the answer is not tokenised alike.
+
+    Args:
+        model: unpatched, or patched and outside `generate`.
+    """
+    ids = hidden.prompt_ids.to(model.device)[None]
+    expected = answer_ids(tokenizer, hidden)
+    start = place_of(expected, hidden.prompt_ids.tolist())
+    if start is None or len(expected) < 2:
+        return None
+    cache = DynamicCache()
+    first = model(ids, past_key_values=cache, logits_to_keep=1).logits[0, -1]
+    fed = torch.tensor(expected, device=model.device)
+    with eager(model):
+        output = model(fed[None, :-1], past_key_values=cache, output_attentions=True)
+    said = torch.cat((first.argmax(-1)[None], output.logits[0].argmax(-1)))
+    attention = torch.stack([one[0, :, 0, : ids.shape[1] + 1] for one in output.attentions]).float().cpu()
+    return Observed(attention, tuple(range(start + 1, start + len(expected))), bool(torch.equal(said, fed)))
+
+
+def answer_ids(tokenizer, hidden: needle.Needle) -> list[int]:
+    """Tokens of the answer as they follow its opening."""
+    opening = tokenizer(hidden.prefix, add_special_tokens=False).input_ids
+    whole = tokenizer(f"{hidden.prefix} {hidden.answer}", add_special_tokens=False).input_ids
+    return whole[len(opening) :]
+
+
+def place_of(part: list[int], whole: list[int]) -> int | None:
+    """Where `part` first stands in `whole`."""
+    for start in range(len(whole) - len(part) + 1):
+        if whole[start : start + len(part)] == part:
+            return start
+    return None
+
+
+def worst_rank(scores: Tensor, wanted: tuple[int, ...]) -> int:
+    """How many entries must be kept, best first, so that all that are wanted are among them."""
+    lowest = scores[list(wanted)].min()
+    return int((scores >= lowest).sum())
+
+
+def cost(ranked: Callable[[Tensor], Tensor], seen: list[Observed]) -> float:
+    """Mean over prompts of log2 of `worst_rank`, in bits.
+
+    Args:
+        ranked: a prompt's attention [layers, heads, n] to scores [n].
+    """
+    ranks = torch.tensor([worst_rank(ranked(one.attention), one.answer) for one in seen], dtype=torch.float64)
+    return ranks.log2().mean().item()
+
+
+def mean_of(heads: list[tuple[int, int]]) -> Callable[[Tensor], Tensor]:
+    """The mean attention of these (layer, head) pairs."""
+    layers, places = [layer for layer, _ in heads], [head for _, head in heads]
+    return lambda attention: attention[layers, places].mean(0)
+
+
+def by_cost(seen: list[Observed]) -> list[tuple[int, int]]:
+    """All (layer, head) pairs, those first that need to keep fewest entries.
+
+    Adding heads one after the other to the mean, each where it lowers the cost most, gives no lower cost on other
+    prompts than taking the best alone, and picks heads that do nothing by themselves.
+    """
+    layers, heads = seen[0].attention.shape[:2]
+    every = [(layer, head) for layer in range(layers) for head in range(heads)]
+    return sorted(every, key=lambda pair: cost(mean_of([pair]), seen))
