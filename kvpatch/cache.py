@@ -416,9 +416,7 @@ class SlotCache(Cache):
         valid = state.may_stay(positions)
         shielded = selection.protected(positions, state.newest, state.rows) & valid
         if self.policy.blend is not None:
-            shielded |= selection.best(
-                utility[1], positions, valid, state.rows.blended, self.policy.blend.least
-            )
+            shielded |= selection.best(utility[1], positions, valid, state.rows.blended, self.policy.blend.least)
         keep = selection.first_cut(utility[0], valid, shielded, positions, state.rows.budget, self.policy.rescue)
         target = source
         if source is not self._kept:

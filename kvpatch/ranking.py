@@ -115,7 +115,7 @@ class Blend(Ranking):
         if not (is_real(self.least) and 0.0 <= self.least < 1.0):
             raise ValueError(f"least must be a number in [0, 1), got {self.least!r}")
         if self.least and not scoring.scorer(self.scorer).uses_attention:
-            raise ValueError(f"least={self.least!r} with scorer={self.scorer!r}: only scorers that use attention have it")
+            raise ValueError(f"least={self.least!r} with scorer={self.scorer!r}: only those that use attention have it")
 
     def count(self, budget: int) -> int:
         """Entries of a budget of that many tokens that this ranking keeps."""

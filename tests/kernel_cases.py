@@ -40,7 +40,11 @@ def drawn(**among) -> st.SearchStrategy[dict]:
     return st.integers(0, 2**32 - 1).map(draw)
 
 
-SCORERS, POOLS, RULES = ("attention", "vnorm", "entropy"), ("mean", "max", "rms"), ("single", "cumulative", "ema", "peak")
+SCORERS, POOLS, RULES = (
+    ("attention", "vnorm", "entropy"),
+    ("mean", "max", "rms"),
+    ("single", "cumulative", "ema", "peak"),
+)
 shapes = drawn(
     rows=((1, 1), (1, 2), (2, 1), (1, 3), (3, 1), (2, 2)),  # and KV heads
     queries=range(1, 17),

@@ -184,7 +184,9 @@ def retold(loaded):
     return models
 
 
-@pytest.mark.parametrize("policy", [name for name in kvpatch.list_policies() if name != "best"])  # a profile is one model's
+@pytest.mark.parametrize(
+    "policy", [name for name in kvpatch.list_policies() if name != "best"]
+)  # a profile is one model's
 def test_the_same_weights_say_the_same_as_llama_mistral_and_qwen(loaded, retold, policy):
     batch = padded([prose(loaded[1], length, seed) for seed, length in enumerate((160, 140))])
     budget = {} if policy == "full" else {"budget": 48}

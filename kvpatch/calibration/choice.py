@@ -12,7 +12,7 @@ from kvpatch.calibration import observing, trials
 from kvpatch.policy import Policy, resolve
 from kvpatch.ranking import Blend
 
-COUNTS, SHARES = (4, 8, 12), (0.5, 0.75)
+COUNTS, SHARES, LEASTS = (4, 8), (0.5, 0.75), (0.005, 0.01)
 NEEDLE_BUDGETS, PROSE_BUDGETS = (0.05, 0.03, 0.02), (0.1, 0.05)
 LEAST_SOLVED = 6
 ALLOWED = 1.02  # of the fallback's divergence on prose
@@ -70,15 +70,16 @@ def calibrate(
             seen.append(found)
     if len(seen) < LEAST_SOLVED:
         raise ValueError(
-            f"the model answers {len(seen)} of {effort.observed} needle prompts of {effort.length} tokens with its full "
-            f"cache, and {LEAST_SOLVED} are needed: calibrate at another length, or with more prompts"
+            f"the model answers {len(seen)} of {effort.observed} needle prompts of {effort.length} tokens with its "
+            f"full cache, and {LEAST_SOLVED} are needed: calibrate at another length, or with more prompts"
         )
     heads = observing.by_cost(seen)[: max(COUNTS)]
     candidates = [resolve(best.FALLBACK, name=best.NAME)]
     candidates += [
-        resolve(best.FALLBACK, name=best.NAME, blend=Blend(score_heads=heads[:count], share=share))
+        resolve(best.FALLBACK, name=best.NAME, blend=Blend(score_heads=heads[:count], share=share, least=least))
         for count in COUNTS
         for share in SHARES
+        for least in LEASTS
     ]
     outcomes = _tried(model, tokenizer, candidates, effort, seeds, tick)
     chosen = choose(outcomes)
@@ -155,4 +156,4 @@ def _numbers(one: Outcome) -> dict:
 
 def _described(one: Outcome) -> dict:
     blend = one.policy.blend
-    return {"heads": len(blend.score_heads), "share": blend.share, **_numbers(one)}
+    return {"heads": len(blend.score_heads), "share": blend.share, "least": blend.least, **_numbers(one)}

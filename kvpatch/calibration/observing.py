@@ -4,15 +4,15 @@ Copying heads attend to what comes next in the context (retrieval heads, arXiv 2
 few entries it would have to keep so that the whole answer is among them.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvpatch import needle
+from kvpatch import needle, patches
+from kvpatch.evaluation.fidelity import eager
 
 
 @dataclass(frozen=True)
@@ -29,17 +29,6 @@ class Observed:
     solved: bool
 
 
-@contextlib.contextmanager
-def eager(model) -> Iterator[None]:
-    """Attention weights are to be had from the eager implementation only."""
-    before = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
-
-
 @torch.no_grad()
 def observe(model, tokenizer, hidden: needle.Needle) -> Observed | None:
     """Read one prompt with the full cache, feed the answer, and look; None where the answer is not tokenised alike.
@@ -52,11 +41,12 @@ def observe(model, tokenizer, hidden: needle.Needle) -> Observed | None:
     start = place_of(expected, hidden.prompt_ids.tolist())
     if start is None or len(expected) < 2:
         return None
-    cache = DynamicCache()
-    first = model(ids, past_key_values=cache, logits_to_keep=1).logits[0, -1]
+    keyword = patches.cache_keyword(patches.find(model).find_parts(model).attentions[0])
+    cache = {keyword: DynamicCache()}
+    first = model(ids, logits_to_keep=1, **cache).logits[0, -1]
     fed = torch.tensor(expected, device=model.device)
     with eager(model):
-        output = model(fed[None, :-1], past_key_values=cache, output_attentions=True)
+        output = model(fed[None, :-1], output_attentions=True, **cache)
     said = torch.cat((first.argmax(-1)[None], output.logits[0].argmax(-1)))
     attention = torch.stack([one[0, :, 0, : ids.shape[1] + 1] for one in output.attentions]).float().cpu()
     return Observed(attention, tuple(range(start + 1, start + len(expected))), bool(torch.equal(said, fed)))

@@ -5,7 +5,7 @@ import sys
 
 import typer
 
-from kvpatch.cli import bench, chat, demo, generate, inspect
+from kvpatch.cli import bench, calibrate, chat, demo, evaluate, generate, inspect
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -20,6 +20,8 @@ app.command("list")(inspect.list_all)
 app.command()(inspect.explain)
 app.command()(inspect.doctor)
 app.command()(bench.bench)
+app.command("eval")(evaluate.evaluate)
+app.command()(calibrate.calibrate)
 
 
 def main() -> None:

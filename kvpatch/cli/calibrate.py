@@ -22,7 +22,7 @@ def calibrate(
     seed: Annotated[int, typer.Option(help="Of the first prompt.")] = 50_000,
     dtype: Dtype = "auto",
     threads: Threads = None,
-    out: Annotated[Path | None, typer.Option(help="File of the profile; in the user's cache folder if left out.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File of the profile; else in the user's cache folder.")] = None,
 ) -> None:
     """Find the heads that copy from the context, and the share of the budget that goes by them.
 
@@ -54,11 +54,14 @@ def _calibrate(model, tokenizer, effort: tuple[int, int, int, int, int], seed: i
         chosen = Effort(observed=prompts, tried=tries, texts=texts, length=length, batch=batch)
         profile = calibrate(model, tokenizer, chosen, seed, tick)
     found = profile.measured
-    table = Table("heads", "share", *(f"needles {x:.0%}" for x in NEEDLE_BUDGETS), *(f"KL {x:.0%}" for x in PROSE_BUDGETS))
+    kinds = (*(f"needles {x:.0%}" for x in NEEDLE_BUDGETS), *(f"KL {x:.0%}" for x in PROSE_BUDGETS))
+    table = Table("heads", "share", "least", *kinds)
     for row in (found["fallback"], *found["tried"]):
         mark = "*" if (row["kept"], row["nats"]) == (found["chosen"]["kept"], found["chosen"]["nats"]) else ""
         numbers = (*(f"{x:.0%}" for x in row["kept"]), *(f"{x:.3f}" for x in row["nats"]))
-        table.add_row(f"{row.get('heads', best.FALLBACK)}{mark}", f"{row.get('share', '')}", *numbers)
+        table.add_row(
+            f"{row.get('heads', best.FALLBACK)}{mark}", f"{row.get('share', '')}", f"{row.get('least', '')}", *numbers
+        )
     console.print(table)
     console.print(f"{found['solved']} of {found['prompts']} prompts are answered with the full cache", highlight=False)
     if profile.policy.blend is None:

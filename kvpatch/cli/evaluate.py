@@ -97,7 +97,7 @@ def _evaluate(settings, model, tokenizer, dry_run: bool) -> None:
     if plan.jobs:
         pace = evaluation.pace(plan)
         count = sum(len(job.samples) * len(job.ways) for job in plan.jobs)
-        seconds = plan.seconds(pace)
+        seconds = plan.seconds(pace) + pace.compiling * len(plan.policies)
         console.print(f"{count:,} predictions to make, about {_duration(seconds)}", highlight=False)
         if dry_run:
             return
@@ -112,10 +112,7 @@ def _evaluate(settings, model, tokenizer, dry_run: bool) -> None:
 def _run(evaluation, plan, pace, console: Console) -> None:
     bars = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*bars, TimeRemainingColumn(), console=console) as progress:
-        bar = progress.add_task(
-            "", total=sum(pace.of(job) + sum(pace.of(job, way) for way in job.ways) for job in plan.jobs)
-        )
-        reading = {}
+        bar, reading = progress.add_task("", total=plan.seconds(pace)), {}
 
         def tick(job, way) -> None:
             if way is None:

@@ -70,8 +70,8 @@ def fidelity(
             look = _looking(handle, held) if lost_mass else None
             compared[name] = _distances(model, texts, prompt, expected, tick, look)
         sets[name] = held
-    lost = _lost_mass(model, texts, prompt, sets) if lost_mass else dict.fromkeys(policies)
-    return {name: Fidelity(*pair, lost[name]) for name, pair in compared.items()}
+    lost = attention_lost(model, texts, prompt, sets) if lost_mass else {}
+    return {name: Fidelity(*pair, lost[name].mean(-1) if lost else None) for name, pair in compared.items()}
 
 
 def _looking(handle, held: list[Tensor]) -> Callable[[], None]:
@@ -110,7 +110,7 @@ def _distances(model, texts: Tensor, prompt: int, expected: Tensor, tick: Tick, 
 
 
 @contextlib.contextmanager
-def _eager(model) -> Iterator[None]:
+def eager(model) -> Iterator[None]:
     """Attention weights are to be had from the eager implementation only."""
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
@@ -120,15 +120,25 @@ def _eager(model) -> Iterator[None]:
         model.set_attn_implementation(before)
 
 
-def _lost_mass(model, texts: Tensor, prompt: int, sets: dict[str, list[Tensor]]) -> dict[str, Tensor]:
-    """[texts, forced] of each policy, from what it held between steps: retained positions [Lc, texts, Gc, slots]."""
-    columns = texts.shape[1]
+@torch.no_grad()
+def attention_lost(model, texts: Tensor, prompt: int, sets: dict[str, list[Tensor]]) -> dict[str, Tensor]:
+    """The share of the full cache's attention, mean over heads, that lies on what each policy no longer holds.
+
+    Args:
+        model: outside `generate`; its attention implementation is changed and put back.
+        texts: [texts, prompt + forced] int64.
+        sets: for each policy what it held after each step, positions [Lc, texts, Gc, slots].
+
+    Returns:
+        name to [texts, forced, layers].
+    """
+    columns, layers = texts.shape[1], model.config.num_hidden_layers
     keyword = patches.cache_keyword(patches.find(model).find_parts(model).attentions[0])
-    lost = {name: torch.zeros(texts.shape[0], columns - prompt) for name in sets}
+    lost = {name: torch.zeros(texts.shape[0], columns - prompt, layers) for name in sets}
     for row, text in enumerate(texts):
         cache = DynamicCache()  # without a config: layers with a sliding window keep everything too
         model(text[None, :prompt], logits_to_keep=1, **{keyword: cache})
-        with _eager(model):
+        with eager(model):
             for start in range(prompt, columns - 1, QUERIES):
                 end = min(start + QUERIES, columns - 1)
                 more = {"output_attentions": True, "logits_to_keep": 1, keyword: cache}
@@ -139,7 +149,7 @@ def _lost_mass(model, texts: Tensor, prompt: int, sets: dict[str, list[Tensor]])
                     for name, held in sets.items():
                         if query > prompt:  # the first step meets everything
                             kept = _kept(held[query - prompt - 1][:, row], query, seen.shape)
-                            lost[name][row, query - prompt + 1] = seen.masked_fill(kept, 0.0).sum(-1).mean().cpu()
+                            lost[name][row, query - prompt + 1] = seen.masked_fill(kept, 0.0).sum(-1).mean(-1).cpu()
     return lost
 
 

@@ -47,14 +47,19 @@ def asked_later(length: int, tokenizer, seed: int, kind: str = "number") -> Aske
     longer = needle.document(length + len(after) - len(after_task), tokenizer, seed, kind=kind)
     text = longer.prompt_ids[len(before) : len(longer.prompt_ids) - len(after)]
     prompt = torch.cat([torch.tensor(before_task), text, torch.tensor(after_task)])
+    then = next_turn(tokenizer, opened.question, opened.prefix)
+    return Asked(prompt, tokenizer(then, add_special_tokens=False).input_ids, longer.answer)
+
+
+def next_turn(tokenizer, question: str, opening: str) -> str:
+    """What closes an open answer in the chat template, puts the question and opens the next answer."""
     turn = tokenizer.apply_chat_template(
         [{"role": "user", "content": "[cut]"}, {"role": "assistant", "content": "[cut]"}]
-        + [{"role": "user", "content": opened.question}],
+        + [{"role": "user", "content": question}],
         tokenize=False,
         add_generation_prompt=True,
     )
-    then = turn.rsplit("[cut]", 1)[1] + opened.prefix  # closes the open answer, asks, and opens the next one
-    return Asked(prompt, tokenizer(then, add_special_tokens=False).input_ids, longer.answer)
+    return turn.rsplit("[cut]", 1)[1] + opening
 
 
 def found_later(

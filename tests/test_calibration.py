@@ -1,0 +1,114 @@
+"""Calibration: what heads are worth, and which policy is chosen."""
+
+import pytest
+import torch
+from factories import llama
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpatch import best, needle
+from kvpatch.calibration import choice, observing
+from kvpatch.calibration.choice import Effort, Outcome
+from kvpatch.policy import resolve
+from kvpatch.ranking import Blend
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=30), st.data())
+def test_the_worst_rank_is_how_many_must_be_kept(values, data):
+    scores = torch.tensor(values, dtype=torch.float32)
+    wanted = data.draw(st.sets(st.integers(0, len(values) - 1), min_size=1))
+    found = observing.worst_rank(scores, tuple(wanted))
+    lowest = min(values[place] for place in wanted)
+    assert found == sum(value >= lowest for value in values)
+    kept = scores.topk(found).indices.tolist()
+    assert wanted <= set(kept)
+
+
+def seen_by(copying: list[tuple[int, int]], prompts: int = 5) -> list[observing.Observed]:
+    """Attention of 3 layers with 4 heads that is random but for the copying heads', which lies on the answer."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for prompt in range(prompts):
+        attention = torch.rand(3, 4, 40, generator=generator).softmax(-1)
+        answer = tuple(range(10 + prompt, 14 + prompt))
+        for layer, head in copying:
+            attention[layer, head, list(answer)] = 0.2 + 0.01 * torch.rand(4, generator=generator)
+        found.append(observing.Observed(attention, answer, True))
+    return found
+
+
+def test_copying_heads_come_first_and_their_mean_costs_the_answers_length():
+    copying = [(2, 3), (0, 1), (1, 1)]
+    seen = seen_by(copying)
+    found = observing.by_cost(seen)
+    assert set(found[:3]) == set(copying) and len(found) == len(set(found)) == 12
+    assert observing.cost(observing.mean_of(copying), seen) == pytest.approx(2.0)  # log2 of four tokens
+    assert observing.cost(observing.mean_of(found[-3:]), seen) > 3.0
+
+
+def test_where_an_answer_stands():
+    assert observing.place_of([3, 4], [1, 3, 3, 4, 3, 4]) == 2
+    assert observing.place_of([4, 5], [1, 3, 4]) is None
+
+
+def outcome(kept, nats, share=0.5) -> Outcome:
+    return Outcome(resolve("inertia", name="best", blend=Blend(share=share)), kept, nats)
+
+
+def test_most_needles_among_those_whose_prose_is_no_worse():
+    fallback = Outcome(resolve("inertia", name="best"), (0.5, 0.1), (0.2, 0.4))
+    good, better, costly = (
+        outcome((0.9, 0.5), (0.2, 0.4)),
+        outcome((0.9, 0.6), (0.2, 0.405)),
+        outcome((1.0, 1.0), (0.3, 0.4)),
+    )
+    assert choice.choose([fallback, good, costly, better]) is better
+    assert choice.choose([fallback, costly]) is fallback
+    equal = outcome((0.9, 0.6), (0.19, 0.4))
+    assert choice.choose([fallback, better, equal]) is equal
+
+
+@pytest.fixture(scope="module")
+def demo():
+    from kvpatch import demo
+
+    return demo.load()
+
+
+def test_a_model_that_finds_nothing_is_refused_and_left_as_it_was(demo):
+    model = llama(layers=2, dtype=torch.float32, vocab_size=len(demo[1]))
+    before = set(model.__dict__)
+    with pytest.raises(ValueError, match="answers 0 of 3 needle prompts of 256 tokens"):
+        choice.calibrate(model, demo[1], Effort(observed=3, length=256))
+    assert set(model.__dict__) == before
+
+
+def test_an_observed_prompt_is_what_the_model_does(demo):
+    model, tokenizer = demo
+    hidden = needle.document(256, tokenizer, 7)
+    found = observing.observe(model, tokenizer, hidden)
+    said = observing.answer_ids(tokenizer, hidden)
+    assert tokenizer.decode(said).strip() == hidden.answer
+    assert found.solved and [hidden.prompt_ids[place].item() for place in found.answer] == said[1:]
+    assert torch.allclose(found.attention.sum(-1), torch.ones(30, 9), atol=1e-4)
+    assert found.attention.shape == (30, 9, 257)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_the_demo_model_is_calibrated_whole_in_small(demo, monkeypatch):
+    model, tokenizer = demo
+    monkeypatch.setattr(choice, "LEASTS", (0.01,))
+    monkeypatch.setattr(choice, "SHARES", (0.75,))
+    stages = {}
+    effort = Effort(observed=7, tried=2, texts=1, forced=8, length=256, batch=2)
+    profile = choice.calibrate(
+        model, tokenizer, effort, 123, lambda stage, done, total: stages.update({stage: (done, total)})
+    )
+    assert profile.model == best.identity(model) and profile.policy.name == "best"
+    assert set(stages) == {"reading prompts", "trying policies"}
+    assert stages["trying policies"][0] == stages["trying policies"][1]
+    measured = profile.measured
+    assert measured["solved"] >= choice.LEAST_SOLVED
+    assert len(measured["tried"]) == 2
+    assert all(0 <= kept <= 1 for one in measured["tried"] for kept in one["kept"])
+    assert "generate" not in model.__dict__
