@@ -416,6 +416,9 @@ class SlotCache(Cache):
         valid = state.may_stay(positions)
         shielded = selection.protected(positions, state.newest, state.rows) & valid
         if self.policy.blend is not None:
+            large = valid.sum(-1, keepdim=True) - selection.per_row(state.rows.budget) > 1
+            closed = selection.closed(utility[1], valid, self.policy.blend.closing)
+            utility[1] = torch.where(large, closed, utility[1])
             shielded |= selection.best(utility[1], positions, valid, state.rows.blended, self.policy.blend.least)
         keep = selection.first_cut(utility[0], valid, shielded, positions, state.rows.budget, self.policy.rescue)
         target = source

@@ -103,10 +103,13 @@ class Blend(Ranking):
         share: part of the budget, in (0, 1), that goes to the best of this ranking.
         least: in [0, 1); an entry is among the best only if it has that part of the ranking's whole utility, so that a
             ranking which finds nothing takes nothing. Only for scorers that use attention, which is never negative.
+        closing: width, in entries, of a morphological closing of the utility over positions at the first large cut: a
+            gap of fewer entries between high ones is filled, so that what belongs together stays together. 1: none.
     """
 
     share: float = 0.5
     least: float = 0.0
+    closing: int = 1
 
     def __post_init__(self):
         super().__post_init__()
@@ -114,6 +117,8 @@ class Blend(Ranking):
             raise ValueError(f"share must be a number in (0, 1), got {self.share!r}")
         if not (is_real(self.least) and 0.0 <= self.least < 1.0):
             raise ValueError(f"least must be a number in [0, 1), got {self.least!r}")
+        if not (is_int(self.closing) and self.closing >= 1):
+            raise ValueError(f"closing must be an int >= 1, got {self.closing!r}")
         if self.least and not scoring.scorer(self.scorer).uses_attention:
             raise ValueError(f"least={self.least!r} with scorer={self.scorer!r}: only those that use attention have it")
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 RESCUE_BLOCK = 16
 TIE = 1e-6
@@ -95,6 +96,19 @@ def best(utility: Tensor, positions: Tensor, held: Tensor, count: Tensor, least:
         return chosen
     whole = torch.where(held, utility, 0.0).sum(-1, keepdim=True)
     return chosen & (utility >= least * (1 - TIE) * whole)
+
+
+def closed(utility: Tensor, valid: Tensor, width: int) -> Tensor:
+    """Utilities with narrow gaps filled: the least, over all runs of `width` entries around one, of a run's highest.
+
+    Args:
+        utility, valid: [Lc, B, Gc, n], in order of position; beside a row's valid entries there is nothing.
+    """
+    if width == 1:
+        return utility
+    lowest = torch.where(valid, utility, -torch.inf).flatten(0, -2)[:, None]
+    highest = functional.max_pool1d(functional.pad(lowest, (width - 1, width - 1), value=-torch.inf), width, 1)
+    return torch.where(valid, -functional.max_pool1d(-highest, width, 1).view_as(utility), utility)
 
 
 def first_cut(

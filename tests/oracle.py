@@ -50,6 +50,7 @@ class Blend:
     alpha: float = 0.8
     new_token: str = "mean"
     score_heads: object = "all"  # or (layer, query head) pairs, pooled within each layer; only with "attention"
+    closing: int = 1  # at the first large cut: see `closed`
     least: float = 0.0  # of the K, those only that have this part of the sum of all held second utilities
 
     def __post_init__(self):
@@ -166,6 +167,20 @@ def clamped_norm(vector):
 def relative_gap(a, b):
     """Relative to the larger magnitude of the two."""
     return abs(a - b) / max(abs(a), abs(b), 1e-300)
+
+
+def closed(utility, width):
+    """Morphological closing over the entries in order of position: {position: utility}.
+
+    The value at one entry is the minimum, over all runs of `width` consecutive places that contain it, of the run's
+    maximum; places before the first and behind the last entry hold nothing.
+    """
+    order = sorted(utility)
+    result = {}
+    for place, i in enumerate(order):
+        runs = [range(start, start + width) for start in range(place - width + 1, place + 1)]
+        result[i] = min(max(utility[order[j]] for j in run if 0 <= j < len(order)) for run in runs)
+    return result
 
 
 class Row:
@@ -443,6 +458,9 @@ class Row:
             utility = {i: value for i, value in utility.items() if i not in gone}
             second = {} if self.second is None else self.second.utilities[ranking]
             second = {i: value for i, value in second.items() if i not in gone}
+            if self.second is not None and self.step_number == 1 and self.exceeds_by_many(utility):
+                second = closed(second, self.axes.blend.closing)
+                self.second.utilities[ranking].update(second)
             excess = 0 if self.kept is None else max(len(utility) - self.kept, 0)
             guarded = set() if self.kept is None else {i for i in utility if self.protected(i, newest)}
             rescuing = self.axes.rescue and self.step_number == 1 and excess > 1
@@ -463,6 +481,10 @@ class Row:
                     del self.keys[l][g][i]
                     del self.values[l][g][i]
         self.adopted += adopted
+
+    def exceeds_by_many(self, utility):
+        """Whether more than one entry has to go."""
+        return self.kept is not None and len(utility) - self.kept > 1
 
     def top(self, second):
         """The K entries of highest second utility.

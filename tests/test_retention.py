@@ -123,6 +123,12 @@ BLENDS = {
         {"refresh": 3},
         {"share": 0.8, "aggregation": "peak", "alpha": 0.9, "score_layers": (1,), "least": 0.11, "new_token": "zero"},
     ),
+    "gaps filled": ({"budget": 0.35}, {"share": 0.7, "score_heads": ((1, 4), (2, 0)), "closing": 4}),
+    "gaps filled where more than one goes": ({"budget": 29}, {"share": 0.9, "aggregation": "peak", "closing": 5}),
+    "gaps filled, a layer each": (
+        {"coupling": "per_layer", "budget": 0.35, "protections": "sinks"},
+        {"share": 0.7, "head_pool": "max", "closing": 3, "least": 0.017},
+    ),
     "its own rule": ({"refresh": 3}, {"share": 0.5, "aggregation": "peak", "alpha": 0.9, "new_token": "zero"}),
     "one update a step": ({"coupling": "uniform"}, {"share": 0.4, "score_layers": (0, 2), "aggregation": "cumulative"}),
     "a layer each": ({"coupling": "per_layer"}, {"share": 0.5, "scorer": "vnorm", "head_pool": "rms"}),
