@@ -3,11 +3,11 @@
 import pytest
 import torch
 from factories import llama
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpatch import best, needle
-from kvpatch.calibration import choice, observing
+from kvpatch import best
+from kvpatch.calibration import choice, observing, prompts
 from kvpatch.calibration.choice import Effort, Outcome
 from kvpatch.policy import resolve
 from kvpatch.ranking import Blend
@@ -55,17 +55,41 @@ def outcome(kept, nats, share=0.5) -> Outcome:
     return Outcome(resolve("inertia", name="best", blend=Blend(share=share)), kept, nats)
 
 
-def test_most_needles_among_those_whose_prose_is_no_worse():
+def test_a_needle_in_a_hundred_is_worth_one_per_cent_of_divergence():
     fallback = Outcome(resolve("inertia", name="best"), (0.5, 0.1), (0.2, 0.4))
-    good, better, costly = (
-        outcome((0.9, 0.5), (0.2, 0.4)),
-        outcome((0.9, 0.6), (0.2, 0.405)),
-        outcome((1.0, 1.0), (0.3, 0.4)),
-    )
-    assert choice.choose([fallback, good, costly, better]) is better
-    assert choice.choose([fallback, costly]) is fallback
-    equal = outcome((0.9, 0.6), (0.19, 0.4))
-    assert choice.choose([fallback, better, equal]) is equal
+    kept, dear = outcome((0.9, 0.5), (0.2, 0.4)), outcome((0.92, 0.52), (0.21, 0.42))  # 2 per cent for 5 per cent
+    assert choice.choose([fallback, kept, dear]) is kept
+    cheap = outcome((0.92, 0.52), (0.202, 0.404))  # 2 per cent for 1 per cent
+    assert choice.choose([fallback, kept, cheap]) is cheap
+    ruinous = outcome((1.0, 1.0), (0.4, 0.8))
+    assert choice.choose([fallback, ruinous]) is fallback
+
+
+@given(st.integers(0, 10**6), st.integers(420, 700), st.integers(0, 4))
+@settings(max_examples=25, deadline=None)
+def test_a_prompt_has_its_length_and_each_fact_once(demo_tokenizer, seed, length, others):
+    hidden = prompts.document(length, demo_tokenizer, seed, others)
+    assert len(hidden.prompt_ids) == length
+    text = demo_tokenizer.decode(hidden.prompt_ids)
+    fact = f"for {hidden.key} is: {hidden.answer}."
+    assert text.count(fact) == 1 and text.count("The special magic") == others + 2  # facts, and the answer's opening
+    assert text.endswith(hidden.prefix)
+    place = text.index(fact) / len(text)
+    assert abs(place - hidden.depth) < 0.35
+
+
+def test_a_prompt_needs_room(demo_tokenizer):
+    with pytest.raises(ValueError, match="length must be at least"):
+        prompts.document(200, demo_tokenizer, 0)
+
+
+@pytest.fixture(scope="module")
+def demo_tokenizer():
+    from transformers import AutoTokenizer
+
+    from kvpatch import demo
+
+    return AutoTokenizer.from_pretrained(demo.path())
 
 
 @pytest.fixture(scope="module")
@@ -78,29 +102,32 @@ def demo():
 def test_a_model_that_finds_nothing_is_refused_and_left_as_it_was(demo):
     model = llama(layers=2, dtype=torch.float32, vocab_size=len(demo[1]))
     before = set(model.__dict__)
-    with pytest.raises(ValueError, match="answers 0 of 3 needle prompts of 256 tokens"):
-        choice.calibrate(model, demo[1], Effort(observed=3, length=256))
+    with pytest.raises(ValueError, match="answers 0 of 3 needle prompts of 512 tokens"):
+        choice.calibrate(model, demo[1], Effort(observed=3, length=512))
     assert set(model.__dict__) == before
 
 
 def test_an_observed_prompt_is_what_the_model_does(demo):
     model, tokenizer = demo
-    hidden = needle.document(256, tokenizer, 7)
+    hidden = prompts.document(400, tokenizer, 20)
     found = observing.observe(model, tokenizer, hidden)
     said = observing.answer_ids(tokenizer, hidden)
     assert tokenizer.decode(said).strip() == hidden.answer
-    assert found.solved and [hidden.prompt_ids[place].item() for place in found.answer] == said[1:]
+    assert [hidden.prompt_ids[place].item() for place in found.answer] == said[1:]
+    ids = hidden.prompt_ids[None]
+    made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=len(said), do_sample=False)
+    assert found.solved == (made[0, 400:].tolist() == said)
     assert torch.allclose(found.attention.sum(-1), torch.ones(30, 9), atol=1e-4)
-    assert found.attention.shape == (30, 9, 257)
+    assert found.attention.shape == (30, 9, 401)
     assert model.config._attn_implementation == "sdpa"
 
 
 def test_the_demo_model_is_calibrated_whole_in_small(demo, monkeypatch):
     model, tokenizer = demo
-    monkeypatch.setattr(choice, "LEASTS", (0.01,))
-    monkeypatch.setattr(choice, "SHARES", (0.75,))
+    for name, value in {"COUNTS": (2, 4), "LEASTS": (0.01,), "SHARES": (0.75,)}.items():
+        monkeypatch.setattr(choice, name, value)
     stages = {}
-    effort = Effort(observed=7, tried=2, texts=1, forced=8, length=256, batch=2)
+    effort = Effort(observed=8, tried=2, texts=1, forced=8, length=448, batch=2)
     profile = choice.calibrate(
         model, tokenizer, effort, 123, lambda stage, done, total: stages.update({stage: (done, total)})
     )

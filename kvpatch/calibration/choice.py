@@ -8,14 +8,13 @@ from torch import Tensor
 
 import kvpatch
 from kvpatch import best, needle
-from kvpatch.calibration import observing, trials
+from kvpatch.calibration import observing, prompts, trials
 from kvpatch.policy import Policy, resolve
 from kvpatch.ranking import Blend
 
-COUNTS, SHARES, LEASTS = (4, 8), (0.5, 0.75), (0.005, 0.01)
-NEEDLE_BUDGETS, PROSE_BUDGETS = (0.05, 0.03, 0.02), (0.1, 0.05)
+COUNTS, SHARES, LEASTS, CLOSING = (2, 4, 8), (0.5, 0.75), (0.005, 0.01, 0.02), 5
+NEEDLE_BUDGETS, PROSE_BUDGETS = (0.03, 0.02), (0.1, 0.03)
 LEAST_SOLVED = 6
-ALLOWED = 1.02  # of the fallback's divergence on prose
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ def calibrate(
         tick: told of a stage's name, what is done of it, and how much it is.
 
     Returns:
-        a profile, not yet written. Where no blend keeps more needles than "inertia" at no worse prose, it holds that.
+        a profile, not yet written. Where no blend is worth more than "inertia" (see `choose`), it holds that.
 
     Raises:
         ValueError: if the model answers too few prompts with its full cache.
@@ -65,7 +64,7 @@ def calibrate(
     seen = []
     for done in range(effort.observed):
         tick("reading prompts", done, effort.observed)
-        found = observing.observe(model, tokenizer, _hidden(tokenizer, effort.length, next(seeds), done))
+        found = observing.observe(model, tokenizer, prompts.document(effort.length, tokenizer, next(seeds)))
         if found is not None and found.solved:
             seen.append(found)
     if len(seen) < LEAST_SOLVED:
@@ -76,7 +75,7 @@ def calibrate(
     heads = observing.by_cost(seen)[: max(COUNTS)]
     candidates = [resolve(best.FALLBACK, name=best.NAME)]
     candidates += [
-        resolve(best.FALLBACK, name=best.NAME, blend=Blend(score_heads=heads[:count], share=share, least=least))
+        resolve(best.FALLBACK, name=best.NAME, blend=_blend(heads[:count], share, least))
         for count in COUNTS
         for share in SHARES
         for least in LEASTS
@@ -99,8 +98,8 @@ def calibrate(
     return best.Profile(best.identity(model), chosen.policy, measured)
 
 
-def _hidden(tokenizer, length: int, seed: int, index: int) -> needle.Needle:
-    return needle.document(length, tokenizer, seed, kind=needle.KINDS[index % len(needle.KINDS)])
+def _blend(heads: list[tuple[int, int]], share: float, least: float) -> Blend:
+    return Blend(score_heads=heads, share=share, least=least, closing=CLOSING)
 
 
 def _tried(model, tokenizer, candidates: list[Policy], effort: Effort, seeds: Iterator[int], tick) -> list[Outcome]:
@@ -119,7 +118,7 @@ def _tried(model, tokenizer, candidates: list[Policy], effort: Effort, seeds: It
         found: list[list[Tensor]] = []
         for start in range(0, effort.tried, effort.batch):
             rows = range(start, min(start + effort.batch, effort.tried))
-            hidden = [_hidden(tokenizer, effort.length, next(seeds), row) for row in rows]
+            hidden = [prompts.document(effort.length, tokenizer, next(seeds)) for _ in rows]
             found.append(trials.hits(handle, tokenizer, hidden, needle_ways, one_done))
         full, *others = (torch.cat(parts) for parts in zip(*found, strict=True))
         texts = [needle.prose(effort.length + effort.forced, tokenizer, next(seeds)) for _ in range(effort.texts)]
@@ -137,17 +136,15 @@ def _tried(model, tokenizer, candidates: list[Policy], effort: Effort, seeds: It
 
 
 def choose(outcomes: list[Outcome]) -> Outcome:
-    """The outcome that keeps most needles among those whose prose is no worse than the first one's, the fallback's.
-
-    Of equals the one whose prose is best.
-    """
+    """The outcome whose share of needles, less the part by which its divergence on prose exceeds the first one's, the
+    fallback's, is largest: a needle in a hundred is worth one per cent of divergence."""
     fallback = outcomes[0]
-    fits = [
-        one
-        for one in outcomes
-        if all(nats <= ALLOWED * limit for nats, limit in zip(one.divergence, fallback.divergence, strict=True))
-    ]
-    return max(fits, key=lambda one: (round(sum(one.kept), 6), -sum(one.divergence)))
+
+    def worth(one: Outcome) -> float:
+        excess = [nats / other - 1 for nats, other in zip(one.divergence, fallback.divergence, strict=True)]
+        return sum(one.kept) / len(one.kept) - sum(excess) / len(excess)
+
+    return max(outcomes, key=worth)
 
 
 def _numbers(one: Outcome) -> dict:

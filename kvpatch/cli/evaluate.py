@@ -32,6 +32,9 @@ def evaluate(
     seed: Annotated[int | None, typer.Option(help="Of the samples.")] = None,
     data: Annotated[str | None, typer.Option(help="Folder of local datasets (LongBench, SQuAD, ...).")] = None,
     haystack: Annotated[str | None, typer.Option(help="Text file in place of the built-in prose.")] = None,
+    template: Annotated[
+        bool | None, typer.Option("--template/--no-template", help="The tokenizer's chat template around prompts.")
+    ] = None,
     forced: Annotated[int | None, typer.Option(help="Tokens fed in fidelity and stability.", min=8)] = None,
     min_budget: Annotated[int | None, typer.Option(help="Least tokens of a budget that is a share.", min=1)] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads.", min=1)] = None,
