@@ -3,7 +3,7 @@
     python profiles/transcripts.py            # all of them
     python profiles/transcripts.py list       # one
 
-A transcript stands between `<!-- transcript: NAME -->` and `<!-- end -->`. Run it in an environment of the README's
+`report` reads what `eval` wrote. A transcript stands between `<!-- transcript: NAME -->` and `<!-- end -->`. Run it in an environment of the README's
 first command alone: some packages print lines of their own when transformers finds them.
 """
 
@@ -11,11 +11,13 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+FOLDER = Path(tempfile.gettempdir()) / "kvpatch-transcripts"
 README = Path(__file__).parent.parent / "README.md"
 COMMANDS = {
     "generate": 'kvpatch generate --prompt "Name three rivers of Europe." --budget 24 --max-new-tokens 48',
@@ -23,6 +25,9 @@ COMMANDS = {
     "list": "kvpatch list",
     "explain": "kvpatch explain --policy inertia-lazy --budget 512",
     "doctor": "kvpatch doctor",
+    "eval": "kvpatch eval --task niah --policies full,inertia,best --budgets 5% --lengths 512 --samples 11 --out runs/first",
+    "report": "kvpatch report runs/first",
+    "calibrate": "kvpatch calibrate --length 512 --prompts 12 --tries 8 --texts 1 --out demo.best.toml",
     "bench": "kvpatch bench --batches 1 --prompt-lengths 512 --new-tokens 32 --policies inertia-lazy",
 }
 
@@ -37,7 +42,9 @@ def said(command: str, errors: int = subprocess.STDOUT) -> str:
     environment = os.environ | {"COLUMNS": "110", "NO_COLOR": "1", "TERM": "dumb"}
     environment.pop("TRITON_INTERPRET", None)  # it makes a back end run that does not run for others
     environment["PATH"] = folder + os.pathsep + environment["PATH"]
-    done = subprocess.run(["bash", "-c", command], stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
+    FOLDER.mkdir(exist_ok=True)  # what one command writes the next one may read
+    how = {"stdout": subprocess.PIPE, "stderr": errors, "text": True, "env": environment, "cwd": FOLDER}
+    done = subprocess.run(["bash", "-c", command], **how)
     if done.returncode:
         raise RuntimeError(f"{command} ended with {done.returncode}:\n{done.stdout}")
     lines = [line.rstrip() for line in done.stdout.splitlines()]

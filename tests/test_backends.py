@@ -7,6 +7,7 @@ from test_flash import installed
 from kvpatch import attention, backends, scoring, slots
 from kvpatch.attention import flash
 from kvpatch.policy import Policy
+from kvpatch.ranking import Blend
 
 ROWS, GROUPS, QUERIES, WIDTH, CAPACITY, READ = 3, 2, 3, 32, 128, 100
 SITE = attention.Site(torch.device("cpu"), torch.bfloat16, QUERIES, WIDTH)
@@ -32,7 +33,7 @@ def layer(policy: Policy, dtype: torch.dtype) -> tuple[slots.LayerSlots, tuple]:
     of_layer = slots.LayerSlots(
         keys=normal(ROWS, GROUPS, CAPACITY, WIDTH),
         values=normal(ROWS, GROUPS, CAPACITY, WIDTH),
-        utility=torch.rand(1, ROWS, own, CAPACITY, generator=generator),
+        utility=torch.rand(len(policy.rankings), ROWS, own, CAPACITY, generator=generator),
         positions=torch.stack([torch.randperm(CAPACITY, generator=generator) for _ in range(ROWS * own)]).view(
             ROWS, own, CAPACITY
         ),
@@ -41,7 +42,9 @@ def layer(policy: Policy, dtype: torch.dtype) -> tuple[slots.LayerSlots, tuple]:
         newest=torch.full((ROWS,), CAPACITY),
         active=torch.tensor([True, True, False]),
         index=torch.arange(READ),
-        heads=None,
+        heads=torch.tensor([one.head_weights(1, GROUPS * QUERIES) or [1.0] * 6 for one in policy.rankings]).view(
+            -1, GROUPS, QUERIES
+        ),
         attend=None,
     )
     step = (normal(ROWS, GROUPS * QUERIES, 1, WIDTH), normal(ROWS, GROUPS, 1, WIDTH), normal(ROWS, GROUPS, 1, WIDTH))
@@ -50,10 +53,9 @@ def layer(policy: Policy, dtype: torch.dtype) -> tuple[slots.LayerSlots, tuple]:
 
 def after(name: str, policy: Policy, dtype: torch.dtype, scores: bool = True) -> dict[str, torch.Tensor]:
     of_layer, step = layer(policy, dtype)
-    scorer = scoring.scorer(policy.scorer)
-    output = backends.backend(name, SITE).attend(policy, (scorer,), (0,) if scores else (), None)(
-        of_layer, *step, WIDTH**-0.5
-    )
+    scorers = tuple(scoring.scorer(ranking.scorer) for ranking in policy.rankings)
+    scored = tuple(range(len(scorers))) if scores else ()
+    output = backends.backend(name, SITE).attend(policy, scorers, scored, None)(of_layer, *step, WIDTH**-0.5)
     return {"output": output, "keys": of_layer.keys, "values": of_layer.values, "utility": of_layer.utility}
 
 
@@ -67,6 +69,9 @@ POLICIES = {
     "keydiff": Policy(scorer="keydiff"),
     "recency": Policy(scorer="recency", aggregation="single"),
     "own": Policy(scorer="sharpest", head_pool="max"),
+    "chosen heads": Policy(score_heads=((1, 0), (1, 4)), aggregation="peak"),
+    "two rankings": Policy(blend=Blend(score_heads=((1, 2), (1, 3)), head_pool="max")),
+    "two rankings, one of keys": Policy(scorer="vnorm", blend=Blend(scorer="keydiff", aggregation="single")),
 }
 
 

@@ -12,6 +12,9 @@ import kvpatch
 from kvpatch.errors import CaptureError
 from kvpatch.graphs import MOST, StepByStep
 
+BLENDED = kvpatch.Policy(
+    "blended", refresh=3, blend=kvpatch.Blend(score_heads=((1, 2), (2, 0)), share=0.6, least=0.02, closing=3)
+)
 POLICIES = ("inertia", "inertia-lazy", "score-free", "tova", "h2o-decode", "streaming-llm", "cumulative", "full")
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.3}
 
@@ -59,7 +62,7 @@ def generated(model, policy, capturer, batch=None, patched=None, **more):
 @pytest.mark.parametrize(
     "settings", [{}, SAMPLED, {"eos_token_id": list(range(2, 12))}], ids=["greedy", "sampled", "eos"]
 )
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [*POLICIES, BLENDED], ids=lambda policy: getattr(policy, "name", policy))
 def test_runs_and_single_steps_agree_at_every_length(llama, policy, settings):
     for new_tokens in (1, 2, 3, 6, 11, 27):
         more = settings | {"max_new_tokens": new_tokens}
@@ -275,7 +278,7 @@ def test_a_capture_that_fails_names_the_operation_and_leaves_the_model_usable(ll
     assert_restored(before, llama)
 
 
-@pytest.mark.parametrize("policy", ["inertia-lazy", "h2o-decode"])
+@pytest.mark.parametrize("policy", ["inertia-lazy", "h2o-decode", BLENDED], ids=["lazy", "h2o", "blended"])
 def test_the_loop_through_the_interpreted_kernels_gives_the_packed_paths_tokens(policy):
     model = tiny("llama", dtype=torch.float32)
     more = {"batch": left_padded(prompts((14, 9), seed=6)), "max_new_tokens": 9}

@@ -15,6 +15,7 @@ from kvpatch.ranking import Blend
 COUNTS, SHARES, LEASTS, CLOSING = (2, 4, 8), (0.5, 0.75), (0.005, 0.01, 0.02), 5
 NEEDLE_BUDGETS, PROSE_BUDGETS = (0.03, 0.02), (0.1, 0.03)
 LEAST_SOLVED = 6
+FINALISTS = 6  # candidates whose prose is tried too
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,8 @@ class Effort:
 
     observed: int = 32
     tried: int = 16
-    texts: int = 4
-    forced: int = 96
+    texts: int = 8
+    forced: int = 48
     length: int = 1024
     batch: int = 8
 
@@ -103,11 +104,11 @@ def _blend(heads: list[tuple[int, int]], share: float, least: float) -> Blend:
 
 
 def _tried(model, tokenizer, candidates: list[Policy], effort: Effort, seeds: Iterator[int], tick) -> list[Outcome]:
-    count = len(candidates)
+    """Needles of all candidates, prose of the first one and of those that keep most; the first one's outcome first."""
     needle_ways = [("full", None)] + [(one, trials.share(x)) for one in candidates for x in NEEDLE_BUDGETS]
-    prose_ways = [(one, trials.share(x)) for one in candidates for x in PROSE_BUDGETS]
     batches = -(-effort.tried // effort.batch)
-    total, done = batches * len(needle_ways) + len(prose_ways) + 1, 0
+    finalists = min(FINALISTS, len(candidates) - 1) + 1
+    total, done = batches * len(needle_ways) + finalists * len(PROSE_BUDGETS) + 1, 0
 
     def one_done() -> None:
         nonlocal done
@@ -121,18 +122,28 @@ def _tried(model, tokenizer, candidates: list[Policy], effort: Effort, seeds: It
             hidden = [prompts.document(effort.length, tokenizer, next(seeds)) for _ in rows]
             found.append(trials.hits(handle, tokenizer, hidden, needle_ways, one_done))
         full, *others = (torch.cat(parts) for parts in zip(*found, strict=True))
+        kept = [((one & full).sum() / full.sum().clamp_min(1)).item() for one in others]
+        needles = _by_policy(kept, len(NEEDLE_BUDGETS))
+        left = _finalists(candidates, needles)
         texts = [needle.prose(effort.length + effort.forced, tokenizer, next(seeds)) for _ in range(effort.texts)]
+        prose_ways = [(candidates[number], trials.share(x)) for number in left for x in PROSE_BUDGETS]
         apart = trials.divergences(handle, tokenizer, torch.stack(texts), effort.length, prose_ways, one_done)
-    kept = [((one & full).sum() / full.sum().clamp_min(1)).item() for one in others]
-    nats = [one.mean().item() for one in apart]
-    return [
-        Outcome(
-            policy,
-            tuple(kept[number * len(NEEDLE_BUDGETS) :][: len(NEEDLE_BUDGETS)]),
-            tuple(nats[number * len(PROSE_BUDGETS) :][: len(PROSE_BUDGETS)]),
-        )
-        for number, policy in zip(range(count), candidates, strict=True)
-    ]
+    nats = _by_policy([one.mean().item() for one in apart], len(PROSE_BUDGETS))
+    return [Outcome(candidates[n], needles[n], apart) for n, apart in zip(left, nats, strict=True)]
+
+
+def _by_policy(values: list[float], budgets: int) -> list[tuple[float, ...]]:
+    return [tuple(values[start : start + budgets]) for start in range(0, len(values), budgets)]
+
+
+def _finalists(candidates: list[Policy], needles: list[tuple[float, ...]]) -> list[int]:
+    """The first candidate and those that keep most needles; of equals those that take least of the budget."""
+
+    def rank(number: int) -> tuple:
+        blend = candidates[number].blend
+        return -sum(needles[number]), -blend.least, blend.share
+
+    return [0, *sorted(range(1, len(candidates)), key=rank)[:FINALISTS]]
 
 
 def choose(outcomes: list[Outcome]) -> Outcome:

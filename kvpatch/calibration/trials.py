@@ -12,7 +12,7 @@ from kvpatch.evaluation.answers import pad_of
 from kvpatch.evaluation.continuation import FIRST, Feeding
 from kvpatch.evaluation.forcing import endless
 
-NEW_TOKENS = 16
+NEW_TOKENS = 14
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ import sys
 
 import typer
 
-from kvpatch.cli import bench, calibrate, chat, demo, evaluate, generate, inspect
+from kvpatch.cli import bench, calibrate, chat, demo, evaluate, generate, inspect, report
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -21,6 +21,7 @@ app.command()(inspect.explain)
 app.command()(inspect.doctor)
 app.command()(bench.bench)
 app.command("eval")(evaluate.evaluate)
+app.command()(report.report)
 app.command()(calibrate.calibrate)
 
 

@@ -17,7 +17,7 @@ def calibrate(
     length: Annotated[int, typer.Option(help="Tokens of each prompt.", min=256)] = 1024,
     prompts: Annotated[int, typer.Option(help="Prompts whose attention is read.", min=8)] = 32,
     tries: Annotated[int, typer.Option(help="Prompts that every candidate answers.", min=8)] = 16,
-    texts: Annotated[int, typer.Option(help="Prose texts that every candidate continues.", min=1)] = 4,
+    texts: Annotated[int, typer.Option(help="Prose texts that the best candidates are fed.", min=1)] = 8,
     batch: Annotated[int, typer.Option(help="Prompts that are decoded together.", min=1)] = 8,
     seed: Annotated[int, typer.Option(help="Of the first prompt.")] = 50_000,
     dtype: Dtype = "auto",

@@ -1,0 +1,46 @@
+"""`kvpatch report`: what runs of `kvpatch eval` come to, together."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from kvpatch.cli import _shared
+
+
+def report(
+    folders: Annotated[list[Path], typer.Argument(help="Folders of runs.", metavar="DIR...")],
+    markdown: Annotated[str | None, typer.Option(help='File for Markdown tables, "-" for standard output.')] = None,
+    html: Annotated[bool, typer.Option(help="Write each run's plots and report.html anew.")] = False,
+) -> None:
+    """Merge runs of `kvpatch eval` into tables.
+
+    Runs of one model, commit and configuration become one table; of what two of them ran, the newer counts.
+
+    [bold]Examples[/]:
+
+    kvpatch report runs/ruler runs/longer
+
+    kvpatch report runs/ruler --markdown tables.md --html
+    """
+    with _shared.told():
+        from kvpatch.evaluation import plots, report, tables
+        from kvpatch.evaluation.runs import METRICS, PREDICTIONS, Run
+
+        for folder in folders:
+            if not (folder / PREDICTIONS).is_file():
+                raise typer.BadParameter(f"{folder} holds no run: it has no {PREDICTIONS}", param_hint="DIR")
+        runs = [Run(folder) for folder in folders]
+        if html:
+            for run in runs:
+                plots.draw_all(run, run.read_json(METRICS) or tables.merge([run])[0].metrics, run.lines())
+                typer.echo(report.write(run))
+        if markdown is None:
+            report.show(Console(), runs)
+            return
+        text = "\n".join(tables.markdown(tables.tables_of(merged)) for merged in tables.merge(runs))
+        if markdown == "-":
+            typer.echo(text)
+        else:
+            Path(markdown).write_text(text, encoding="utf-8")
