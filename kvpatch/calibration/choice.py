@@ -64,10 +64,10 @@ def calibrate(
     seeds = iter(range(seed, seed + 10**6))
     seen = []
     for done in range(effort.observed):
-        tick("reading prompts", done, effort.observed)
         found = observing.observe(model, tokenizer, prompts.document(effort.length, tokenizer, next(seeds)))
         if found is not None and found.solved:
             seen.append(found)
+        tick("reading prompts", done + 1, effort.observed)
     if len(seen) < LEAST_SOLVED:
         raise ValueError(
             f"the model answers {len(seen)} of {effort.observed} needle prompts of {effort.length} tokens with its "
