@@ -194,7 +194,7 @@ def test_the_command_prints_and_writes(run, tmp_path):
 
     shown = CliRunner().invoke(app, ["report", str(run.folder)], env={"COLUMNS": "200"})
     assert shown.exit_code == 0, shown.output
-    assert "niah" in shown.output and "60.0" in shown.output
+    assert "niah" in shown.output and "60.0" in shown.output and "[low, high]" in shown.output
     target = tmp_path / "tables.md"
     done = CliRunner().invoke(app, ["report", str(run.folder), "--markdown", str(target), "--html"])
     assert done.exit_code == 0 and "| policy" in target.read_text() and (run.folder / "report.html").exists()

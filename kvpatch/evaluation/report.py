@@ -5,7 +5,9 @@ import json
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table as RichTable
+from rich.text import Text
 
 from kvpatch.evaluation import tables
 from kvpatch.evaluation.runs import ENVIRONMENT, METRICS, Line, Run
@@ -119,11 +121,12 @@ def show(console: Console, runs: list[Run]) -> None:
     """Print the tables of runs, merged."""
     for merged in tables.merge(runs):
         for table in tables.tables_of(merged):
-            shown = RichTable(*table.head, title=table.title, title_justify="left")
+            shown = RichTable(*map(escape, table.head))
             for row in table.rows:
-                shown.add_row(*(f"[dim italic]{text}[/]" if grey else text for text, grey in row))
+                shown.add_row(*(Text(text, style="dim italic" if grey else "") for text, grey in row))
+            console.print(Text(table.title, style="bold"))
             console.print(shown)
             for note in table.notes:
-                console.print(note, style="dim", highlight=False)
+                console.print(Text(note, style="dim"))
         for note in merged.replaced:
-            console.print(note, highlight=False)
+            console.print(Text(note))
