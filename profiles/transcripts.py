@@ -3,8 +3,9 @@
     python profiles/transcripts.py            # all of them
     python profiles/transcripts.py list       # one
 
-`report` reads what `eval` wrote. A transcript stands between `<!-- transcript: NAME -->` and `<!-- end -->`. Run it in an environment of the README's
-first command alone: some packages print lines of their own when transformers finds them.
+`report` reads what `eval` wrote. A transcript stands between `<!-- transcript: NAME -->` and `<!-- end -->`. Run it in
+an environment of the README's first command and the extra `eval` alone: some packages print lines of their own when
+transformers finds them.
 """
 
 import os
@@ -25,7 +26,8 @@ COMMANDS = {
     "list": "kvpatch list",
     "explain": "kvpatch explain --policy inertia-lazy --budget 512",
     "doctor": "kvpatch doctor",
-    "eval": "kvpatch eval --task niah --policies full,inertia,best --budgets 5% --lengths 512 --samples 11 --out runs/first",
+    "eval": "kvpatch eval --task niah --policies full,inertia,best --budgets 5% --lengths 512 --samples 11 "
+    "--out runs/first",
     "report": "kvpatch report runs/first",
     "calibrate": "kvpatch calibrate --length 512 --prompts 12 --tries 8 --texts 1 --out demo.best.toml",
     "bench": "kvpatch bench --batches 1 --prompt-lengths 512 --new-tokens 32 --policies inertia-lazy",
