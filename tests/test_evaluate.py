@@ -10,7 +10,7 @@ from factories import llama
 
 import kvpatch
 from kvpatch import demo
-from kvpatch.evaluation import continuation, fidelity, runner, tasks
+from kvpatch.evaluation import continuation, fidelity, plots, retention, runner, tasks
 from kvpatch.evaluation.answers import Clock, Way, answers, left_padded
 from kvpatch.evaluation.config import Config
 from kvpatch.evaluation.later import Later
@@ -268,6 +268,18 @@ def test_where_free_text_leaves_the_full_caches(model, tokenizer):
 def test_a_prompt_must_be_left_by_what_is_forced(tokenizer):
     with pytest.raises(ValueError, match="forced <= 36"):
         continuation.samples(tokenizer, 100, 1, 0, Sources(), 64)
+
+
+def test_a_run_of_stability_keeps_and_draws_what_was_held(tmp_path, handle, tokenizer):
+    settings = config(tmp_path, tasks=["stability"], lengths=[120], forced=24, samples=2)
+    run = executed(settings, handle, tokenizer).run
+    lines = list(run.lines())
+    assert len(lines) == 2 * (1 + 2 * 2) and all(line.score is None for line in lines)
+    assert {"churn_raw", "churn_ema"} <= set(next(line for line in lines if line.policy == "tova").measures)
+    held = retention.Retention.load(run.folder)
+    assert set(held.held) == {("inertia", "10%"), ("inertia", "24"), ("tova", "10%"), ("tova", "24")}
+    drawn = {path.name for path in plots.draw_all(run, run.read_json("metrics.json"), lines)}
+    assert {"retention.png", "churn_stability_120.png"} <= drawn
 
 
 # ---- configuration -----------------------------------------------------------------------------------------

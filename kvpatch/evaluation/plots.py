@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 import kvpatch
+from kvpatch.evaluation import retention
 from kvpatch.evaluation.runs import Line, Run
 from kvpatch.evaluation.summary import FULL, LEAST_FULL, SCORE, grouped
 
@@ -35,7 +36,7 @@ def draw_all(run: Run, metrics: dict, lines: Iterable[Line]) -> list[Path]:
     Raises:
         ModuleNotFoundError: without matplotlib, naming the extra that brings it.
     """
-    _figure(1, 1)
+    figure_of(1, 1)
     folder = run.folder / "plots"
     folder.mkdir(exist_ok=True)
     look, groups = styles(row["policy"] for row in metrics["cells"]), grouped(lines)
@@ -56,6 +57,8 @@ def draw_all(run: Run, metrics: dict, lines: Iterable[Line]) -> list[Path]:
         title, end = f"{task}, {length:,} tokens" if length else task, f"{task}_{length}.png"
         found.append(along(ways, ("kl",), title, look, folder / f"kl_{end}"))
         found.append(along(ways, ("churn_raw", "churn_ema"), title, look, folder / f"churn_{end}"))
+    if held := retention.Retention.load(run.folder):
+        found.append(retention.draw_retention(held, folder / "retention.png"))
     return [path for path in found if path is not None]
 
 
@@ -79,7 +82,7 @@ def styles(policies: Iterable[str]) -> dict[str, dict]:
 def quality(rows: list[dict], scale: float, title: str, look: dict, path: Path) -> Path:
     """Score by budget, a panel for each length; bars are the means' 95 % intervals."""
     lengths = sorted({row["length"] for row in rows})
-    figure, panels = _figure(len(lengths), min(len(lengths), PANELS), 3.6, 3.2, legend=0.5, sharey=True)
+    figure, panels = figure_of(len(lengths), min(len(lengths), PANELS), 3.6, 3.2, legend=0.5, sharey=True)
     names = [name for name in look if any(row["policy"] == name for row in rows)]
     least = min(row["share"] for row in rows)
     for axes, length in zip(panels, lengths, strict=False):
@@ -111,7 +114,7 @@ def quality(rows: list[dict], scale: float, title: str, look: dict, path: Path) 
     panels[0].set_ylabel("score x100")
     handles = dict(zip(*reversed(panels[0].get_legend_handles_labels()), strict=True))
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=4, fontsize="small")
-    return _saved(figure, title, path)
+    return saved(figure, title, path)
 
 
 ENDS = ("low", "high")
@@ -131,7 +134,7 @@ def needles(by_length: dict[int, dict[Way, dict[str, Line]]], task: str, path: P
     lengths = sorted(by_length)
     columns = min(len(found), PANELS)
     width = max(1.7, 0.55 * len(lengths) + 0.6)
-    figure, panels = _figure(len(found), columns, width, 0.24 * len(depths) + 0.7, sharey=True, sharex=True)
+    figure, panels = figure_of(len(found), columns, width, 0.24 * len(depths) + 0.7, sharey=True, sharex=True)
     for place, (axes, (way, cells)) in enumerate(zip(panels, found.items(), strict=False)):
         values = np.full((len(depths), len(lengths)), np.nan)
         for (depth, length), some in cells.items():
@@ -151,7 +154,7 @@ def needles(by_length: dict[int, dict[Way, dict[str, Line]]], task: str, path: P
         if place % columns == 0:
             axes.set_ylabel("depth, %", fontsize="small")
     figure.colorbar(image, ax=list(panels), label="score x100", shrink=0.8)
-    return _saved(figure, f"{task}: found by depth and length", path)
+    return saved(figure, f"{task}: found by depth and length", path)
 
 
 def _depths(line: Line) -> list[tuple[float, float]]:
@@ -175,7 +178,7 @@ def along(ways: dict[Way, dict[str, Line]], names: tuple[str, ...], title: str, 
     if not found:
         return None
     columns, kl = min(len(found), PANELS), names == ("kl",)
-    figure, panels = _figure(len(found), columns, 2.3, 1.7, legend=0.35, sharey=True, sharex=True)
+    figure, panels = figure_of(len(found), columns, 2.3, 1.7, legend=0.35, sharey=True, sharex=True)
     for place, (axes, (way, series)) in enumerate(zip(panels, found.items(), strict=False)):
         for name, rows in zip(names, series, strict=True):
             if rows.size:
@@ -198,7 +201,7 @@ def along(ways: dict[Way, dict[str, Line]], names: tuple[str, ...], title: str, 
     handles, texts = panels[0].get_legend_handles_labels()
     figure.legend(handles, texts, loc="outside lower center", ncols=3, fontsize="small")
     what = "KL to the full cache" if kl else "churn of the kept set (1 - Jaccard) from one score to the next"
-    return _saved(figure, f"{title}: {what}", path)
+    return saved(figure, f"{title}: {what}", path)
 
 
 def _band(axes, rows: np.ndarray, colour: str, name: str) -> None:
@@ -233,7 +236,7 @@ def _named(way: Way) -> str:
     return policy if budget == FULL else f"{policy}, {budget}"
 
 
-def _figure(panels: int, columns: int, width: float = 1.0, height: float = 1.0, legend: float = 0.0, **shared):
+def figure_of(panels: int, columns: int, width: float = 1.0, height: float = 1.0, legend: float = 0.0, **shared):
     """A figure of so many panels, each width x height inches, and its axes in one row."""
     try:
         from matplotlib.figure import Figure
@@ -247,7 +250,8 @@ def _figure(panels: int, columns: int, width: float = 1.0, height: float = 1.0, 
     return figure, axes[:panels]
 
 
-def _saved(figure, title: str, path: Path) -> Path:
+def saved(figure, title: str, path: Path) -> Path:
+    """Write a figure as a PNG of few colours; returns its path."""
     from PIL import Image  # comes with matplotlib
 
     figure.suptitle(title, fontsize="medium")

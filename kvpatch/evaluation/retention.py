@@ -121,10 +121,10 @@ def draw_retention(found: Retention, path: Path) -> Path:
     Raises:
         ModuleNotFoundError: without matplotlib, naming the extra that brings it.
     """
-    from kvpatch.evaluation.plots import PANELS, _figure, _saved
+    from kvpatch.evaluation.plots import PANELS, figure_of, saved
 
     columns = min(len(found.held), PANELS)
-    figure, panels = _figure(len(found.held), columns, 2.6, 3.0, sharex=True, sharey=True)
+    figure, panels = figure_of(len(found.held), columns, 2.6, 3.0, sharex=True, sharey=True)
     for place, (axes, ((name, text), held)) in enumerate(zip(panels, found.held.items(), strict=True)):
         steps, tokens = held.shape
         extent = (0.5, steps + 0.5, tokens - 0.5, -0.5)
@@ -138,4 +138,4 @@ def draw_retention(found: Retention, path: Path) -> Path:
         if place % columns == 0:
             axes.set_ylabel("position", fontsize="small")
     figure.colorbar(image, ax=list(panels), label="share of layers and KV heads that hold it", shrink=0.8)
-    return _saved(figure, f"Held by step (the line is the prompt's end): {found.sample}", path)
+    return saved(figure, f"Held by step (the line is the prompt's end): {found.sample}", path)

@@ -12,6 +12,7 @@ from kvpatch.attention import flash
 from kvpatch.policy import Policy, resolve
 from kvpatch.profiling.models import Place
 from kvpatch.profiling.parts import Part, Skipped, require
+from kvpatch.ranking import Blend
 from kvpatch.selection import Rows
 from kvpatch.state import State
 
@@ -140,6 +141,7 @@ STEPS = {
     "h2o-decode": resolve("h2o-decode"),
     "value norms, rms": Policy(scorer="vnorm", head_pool="rms", aggregation="cumulative", new_token="zero"),
     "entropy, max": Policy(scorer="entropy", head_pool="max", recent=3),
+    "two rankings": Policy(blend=Blend(score_heads=[(0, 1), (0, 2), (1, 3)], share=0.6, least=0.001)),
     "a sliding window": Policy(),
     "a scorer without a kernel": Policy(scorer="keydiff"),
 }
@@ -168,7 +170,7 @@ def whole_steps(name: str, place: Place) -> str:
             active = fused.state.active
             worst["output"] = max(worst["output"], relative(*(output[active] for output in outputs)))
         for side in (fused, plain):
-            side.by.finish(side.state.ledger, policy, (LAYERS,))
+            side.by.finish(side.state.ledger, policy, tuple(len(one.scoring_layers(LAYERS)) for one in policy.rankings))
         for what in ("free", "length", "newest"):
             one, other = (getattr(side.state, what) for side in (fused, plain))
             require(
@@ -179,8 +181,9 @@ def whole_steps(name: str, place: Place) -> str:
         held = fused.state.held(CAPACITY) & fused.state.active[None, :, None, None]
         one, other = (side.buffers.positions[held] for side in (fused, plain))
         require(torch.equal(one, other), f"step {step} of {name!r}: both must hold the same positions")
-        one, other = (side.buffers.utility[0][held][None] for side in (fused, plain))
-        worst["utility"] = max(worst["utility"], relative(one, other))
+        for ranking in range(len(policy.rankings)):
+            one, other = (side.buffers.utility[ranking][held][None] for side in (fused, plain))
+            worst["utility"] = max(worst["utility"], relative(one, other))
     worst["keys"] = max(
         (fused.buffers.keys[layer][active].double() - plain.buffers.keys[layer][active]).abs().max().item()
         for layer in range(LAYERS)
@@ -223,13 +226,22 @@ class _Side:
         self.state.active[-1] = False
         self.state.read(CAPACITY)
         self.by = backends.backend(by, attention.Site(place.device, dtype, queries, width))
-        self._attend = self.by.attend(policy, (scoring.scorer(policy.scorer),), (0,), window)
+        scorers = tuple(scoring.scorer(ranking.scorer) for ranking in policy.rankings)
+        heads = [[one.head_weights(layer, 2 * queries) for one in policy.rankings] for layer in range(LAYERS)]
+        self._attends = []
+        for layer in range(LAYERS):
+            scored = tuple(n for n, one in enumerate(policy.rankings) if layer in one.scoring_layers(LAYERS))
+            every = [one or [1.0] * 2 * queries for one in heads[layer]]
+            factors = torch.tensor(every, device=place.device, dtype=torch.promote_types(dtype, torch.float32))
+            attend = self.by.attend(policy, scorers, scored, window)
+            self._attends.append((factors.view(len(every), 2, queries), attend))
         self._dtype, self._scale = dtype, width**-0.5
 
     def attend(self, layer: int, given: list[Tensor]) -> Tensor:
         """The layer's attention to q, k and v."""
-        of_layer = slots.LayerSlots(*self.state.views[layer], self.state.ledger.index, None, self._attend)
-        return self._attend(of_layer, *(tensor.to(self._dtype) for tensor in given), self._scale)
+        heads, attend = self._attends[layer]
+        of_layer = slots.LayerSlots(*self.state.views[layer], self.state.ledger.index, heads, attend)
+        return attend(of_layer, *(tensor.to(self._dtype) for tensor in given), self._scale)
 
 
 def parts(place: Place) -> list[Part]:
