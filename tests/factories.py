@@ -4,6 +4,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessor
 
 import kvpatch
+from kvpatch.needle import document
 
 VOCABULARY = 97
 EOS = 1
@@ -142,3 +143,13 @@ def assert_restored(before: dict, model) -> None:
     changed = [key for key in before if after[key] is not before[key]]
     # A bound method or a plain value may be an equal object; anything else must be the same one.
     assert [key for key in changed if after[key] != before[key]] == []
+
+
+def demo_prose(tokenizer, length: int, seed: int) -> list[int]:
+    """Ids of a prompt of that length for the demo model."""
+    return document(length, tokenizer, seed).prompt_ids.tolist()
+
+
+def generate_on(model, batch, **more):
+    """Greedy generation that no token ends."""
+    return model.generate(**batch, **({"do_sample": False, "eos_token_id": None, "pad_token_id": 0} | more))

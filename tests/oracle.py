@@ -497,6 +497,8 @@ class Row:
         above = [i for i in second if second[i] > edge + TIE * abs(edge)]
         equal = [i for i in second if abs(second[i] - edge) <= TIE * abs(edge)]
         chosen = set(above) | set(sorted(equal, reverse=True)[: self.blended - len(above)])
+        if not self.axes.blend.least:
+            return chosen
         floor = self.axes.blend.least * (1 - TIE) * math.fsum(second.values())
         return {i for i in chosen if second[i] >= floor}
 

@@ -124,7 +124,7 @@ def test_an_observed_prompt_is_what_the_model_does(demo):
 
 def test_the_demo_model_is_calibrated_whole_in_small(demo, monkeypatch):
     model, tokenizer = demo
-    for name, value in {"COUNTS": (2, 4), "LEASTS": (0.01,), "SHARES": (0.75,)}.items():
+    for name, value in {"COUNTS": (2, 4), "LEASTS": (0.01,), "SHARES": (0.75,), "LEAST_SOLVED": 3}.items():
         monkeypatch.setattr(choice, name, value)
     stages = {}
     effort = Effort(observed=8, tried=2, texts=1, forced=8, length=448, batch=2)
@@ -135,7 +135,7 @@ def test_the_demo_model_is_calibrated_whole_in_small(demo, monkeypatch):
     assert set(stages) == {"reading prompts", "trying policies"}
     assert stages["trying policies"][0] == stages["trying policies"][1]
     measured = profile.measured
-    assert measured["solved"] >= choice.LEAST_SOLVED
+    assert 3 <= measured["solved"] <= 8
     assert len(measured["tried"]) == 2
     assert all(0 <= kept <= 1 for one in measured["tried"] for kept in one["kept"])
     assert "generate" not in model.__dict__
