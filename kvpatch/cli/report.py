@@ -39,7 +39,10 @@ def report(
         if markdown is None:
             report.show(Console(), runs)
             return
-        text = "\n".join(tables.markdown(tables.tables_of(merged)) for merged in tables.merge(runs))
+        text = "\n".join(
+            tables.markdown(tables.tables_of(merged)) + "".join(f"\n{note}\n" for note in merged.replaced)
+            for merged in tables.merge(runs)
+        )
         if markdown == "-":
             typer.echo(text)
         else:

@@ -121,7 +121,7 @@ def draw_retention(found: Retention, path: Path) -> Path:
     Raises:
         ModuleNotFoundError: without matplotlib, naming the extra that brings it.
     """
-    from kvpatch.evaluation.plots import PANELS, figure_of, saved
+    from kvpatch.evaluation.drawing import PANELS, figure_of, saved
 
     columns = min(len(found.held), PANELS)
     figure, panels = figure_of(len(found.held), columns, 2.6, 3.0, sharex=True, sharey=True)
