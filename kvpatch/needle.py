@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -109,13 +109,7 @@ def document(
         least = length_in_tokens - room + 32
         raise ValueError(f"length_in_tokens must be at least {least} here, got {length_in_tokens}")
 
-    text: list[int] = []
-    ends = [0]  # token counts after which a sentence is complete
-    for sentence in _sentences_from(start):
-        text += _ids(tokenizer, " " + sentence)
-        if len(text) > room:
-            break
-        ends.append(len(text))
+    text, ends = passage(tokenizer, start, room)
     cut = min(ends, key=lambda end: abs(end - depth * room))
     ids = before + text[:cut] + fact + text[cut:room] + after
     return Needle(torch.tensor(ids), question, answer, key, cut / room, prefix)
@@ -123,12 +117,30 @@ def document(
 
 def prose(length: int, tokenizer: PreTrainedTokenizerBase, seed: int) -> torch.Tensor:
     """[length] int64: consecutive sentences of the same prose; the seed draws where they begin."""
+    return torch.tensor(passage(tokenizer, random.Random(seed).random(), length)[0][:length])
+
+
+def passage(
+    tokenizer: PreTrainedTokenizerBase, start: float, room: int, of: Sequence[str] | None = None
+) -> tuple[list[int], list[int]]:
+    """Token ids of consecutive sentences, round and round, up to `room` or a little more.
+
+    Args:
+        start: share of the sentences before the first one, 0 to 1.
+        of: the sentences; the prose's by default.
+
+    Returns:
+        the ids, and the token counts up to `room` after which a sentence is complete, 0 among them.
+    """
+    of = of or sentences()
     ids: list[int] = []
-    for sentence in _sentences_from(random.Random(seed).random()):
-        ids += _ids(tokenizer, " " + sentence)
-        if len(ids) >= length:
-            return torch.tensor(ids[:length])
-    raise AssertionError("the sentences have no end")
+    ends, at = [0], int(start * len(of))
+    while len(ids) < room:
+        ids += _ids(tokenizer, " " + of[at % len(of)])
+        at += 1
+        if len(ids) <= room:
+            ends.append(len(ids))
+    return ids, ends
 
 
 @lru_cache(maxsize=1)
@@ -166,12 +178,3 @@ def chat_frame(
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False).input_ids
-
-
-def _sentences_from(start: float) -> Iterator[str]:
-    """The prose's sentences without end, beginning at the share ``start`` of them."""
-    prose = sentences()
-    at = int(start * len(prose))
-    while True:
-        yield prose[at % len(prose)]
-        at += 1

@@ -168,12 +168,11 @@ def begin(ledger: Ledger, policy: Policy) -> None:
     ledger.positions.scatter_(-1, free, ledger.newest[None, :, None, None].expand_as(free))
     if policy.evicts:
         utility = ledger.utility[..., :n]
-        start = torch.zeros_like(utility[..., :1])
+        held = (ledger.index < ledger.length[..., None]) & (ledger.index != free)
+        start = torch.where(held, utility, 0.0).sum(-1, keepdim=True) / held.sum(-1, keepdim=True).clamp_min(1)
         for number, ranking in enumerate(policy.rankings):
-            if ranking.new_token == "mean":
-                held = (ledger.index < ledger.length[..., None]) & (ledger.index != free)
-                total = torch.where(held, utility[number], 0.0).sum(-1, keepdim=True)
-                start[number] = total / held.sum(-1, keepdim=True).clamp_min(1)
+            if ranking.new_token == "zero":
+                start[number] = 0.0
         ledger.utility.scatter_(-1, free.expand_as(start), start)
     torch.maximum(ledger.length, (ledger.free + 1) * ledger.active[None, :, None], out=ledger.length)
 

@@ -12,6 +12,7 @@ if not torch.cuda.is_available():
 from factories import llama
 
 import kvpatch
+from kvpatch import demo
 
 
 def pytest_configure(config):
@@ -34,6 +35,12 @@ def restored(shared):
     yield shared
     kvpatch.unpatch(shared)
     shared.eval()
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    """The demo model and its tokenizer."""
+    return demo.load()
 
 
 @pytest.fixture(scope="module")

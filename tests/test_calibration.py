@@ -92,23 +92,16 @@ def demo_tokenizer():
     return AutoTokenizer.from_pretrained(demo.path())
 
 
-@pytest.fixture(scope="module")
-def demo():
-    from kvpatch import demo
-
-    return demo.load()
-
-
-def test_a_model_that_finds_nothing_is_refused_and_left_as_it_was(demo):
-    model = llama(layers=2, dtype=torch.float32, vocab_size=len(demo[1]))
+def test_a_model_that_finds_nothing_is_refused_and_left_as_it_was(loaded):
+    model = llama(layers=2, dtype=torch.float32, vocab_size=len(loaded[1]))
     before = set(model.__dict__)
     with pytest.raises(ValueError, match="answers 0 of 3 needle prompts of 512 tokens"):
-        choice.calibrate(model, demo[1], Effort(observed=3, length=512))
+        choice.calibrate(model, loaded[1], Effort(observed=3, length=512))
     assert set(model.__dict__) == before
 
 
-def test_an_observed_prompt_is_what_the_model_does(demo):
-    model, tokenizer = demo
+def test_an_observed_prompt_is_what_the_model_does(loaded):
+    model, tokenizer = loaded
     hidden = prompts.document(400, tokenizer, 20)
     found = observing.observe(model, tokenizer, hidden)
     said = observing.answer_ids(tokenizer, hidden)
@@ -122,8 +115,8 @@ def test_an_observed_prompt_is_what_the_model_does(demo):
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_the_demo_model_is_calibrated_whole_in_small(demo, monkeypatch):
-    model, tokenizer = demo
+def test_the_demo_model_is_calibrated_whole_in_small(loaded, monkeypatch):
+    model, tokenizer = loaded
     for name, value in {"COUNTS": (2, 4), "LEASTS": (0.01,), "SHARES": (0.75,), "LEAST_SOLVED": 3}.items():
         monkeypatch.setattr(choice, name, value)
     stages = {}

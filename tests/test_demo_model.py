@@ -12,11 +12,6 @@ import kvpatch
 from kvpatch import demo
 
 
-@pytest.fixture(scope="module")
-def loaded():
-    return demo.load()
-
-
 @pytest.fixture
 def model(loaded):
     yield loaded[0]

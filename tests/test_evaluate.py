@@ -1,5 +1,6 @@
 """Runs of an evaluation: what each sample gives, taking a run up again, and what can't be run."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -11,9 +12,11 @@ from factories import llama
 import kvpatch
 from kvpatch import demo
 from kvpatch.evaluation import continuation, fidelity, plots, retention, runner, tasks
-from kvpatch.evaluation.answers import Clock, Way, answers, left_padded
+from kvpatch.evaluation.answers import answered, answers, ends_of
 from kvpatch.evaluation.config import Config
+from kvpatch.evaluation.forcing import endless
 from kvpatch.evaluation.later import Later
+from kvpatch.evaluation.reading import Clock, Way, left_padded
 from kvpatch.evaluation.ruler import TASKS as RULER
 from kvpatch.evaluation.runs import Run
 from kvpatch.evaluation.samples import Sources
@@ -83,10 +86,14 @@ def test_the_policy_full_says_what_the_unpatched_model_says(model, tokenizer, ta
     samples = [dataclasses.replace(one, new_tokens=8) for one in samples]
     with kvpatch.patched(model, "full", compile=False) as handle:
         ((_, lines),) = answers(handle, tokenizer, task, samples, [Way("full", "full", "full", None)], Clock())
-    from kvpatch.evaluation.answers import _continued
-
     ids, mask = left_padded(samples, tokenizer.pad_token_id, "cpu")
-    expected = _continued(model, tokenizer, samples, ids, mask)
+
+    def plainly(tokens, script, ends):
+        with contextlib.nullcontext() if ends else endless(model):
+            more = {"attention_mask": mask, "do_sample": False, "logits_processor": [script] if script else []}
+            return model.generate(ids, max_new_tokens=tokens, **more)[:, ids.shape[1] :]
+
+    expected = answered(plainly, samples, ids.shape[1], ends_of(model))
     for line, tokens, sample in zip(lines, expected, samples, strict=True):
         assert line.prediction == tokenizer.decode(tokens, skip_special_tokens=True)
         assert line.score == task.score(line.prediction, sample) and line.tokens == len(tokens)

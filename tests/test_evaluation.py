@@ -5,14 +5,9 @@ import torch
 from factories import llama, prompts, tiny
 
 import kvpatch
-from kvpatch import demo, needle
+from kvpatch import needle
 from kvpatch.evaluation import fidelity, found, found_later
 from kvpatch.evaluation.needles import asked_later
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    return demo.load()
 
 
 def test_without_eviction_nothing_is_lost():

@@ -130,7 +130,7 @@ class Links(html.parser.HTMLParser):
 def test_the_page_needs_nothing_else_and_runs_nothing(run):
     metrics = run.read_json("metrics.json")
     drawn = plots.draw_all(run, metrics, run.lines())
-    path = report.write(run)
+    path = report.write(run, tables.alone(run, metrics))
     text = path.read_text()
     links = Links()
     links.feed(text)

@@ -13,10 +13,10 @@ from scipy import stats
 
 import kvpatch
 from kvpatch.evaluation import continuation, rankings, retention, stability
-from kvpatch.evaluation.answers import Clock, Way
 from kvpatch.evaluation.config import Config
-from kvpatch.evaluation.continuation import distinct
+from kvpatch.evaluation.fidelity import distinct
 from kvpatch.evaluation.rankings import Look, Standing, rule_of
+from kvpatch.evaluation.reading import Clock, Way
 from kvpatch.evaluation.retention import Retention, draw_retention
 from kvpatch.evaluation.samples import CellError, Sample, Sources
 from kvpatch.evaluation.summary import cells

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
-from kvpatch import needle, patches
-from kvpatch.evaluation.fidelity import eager
+from kvpatch import needle
+from kvpatch.evaluation.attending import eager, full_cache
 
 
 @dataclass(frozen=True)
@@ -41,8 +40,7 @@ def observe(model, tokenizer, hidden: needle.Needle) -> Observed | None:
     start = place_of(expected, hidden.prompt_ids.tolist())
     if start is None or len(expected) < 2:
         return None
-    keyword = patches.cache_keyword(patches.find(model).find_parts(model).attentions[0])
-    cache = {keyword: DynamicCache()}
+    cache = full_cache(model)
     first = model(ids, logits_to_keep=1, **cache).logits[0, -1]
     fed = torch.tensor(expected, device=model.device)
     with eager(model):

@@ -40,7 +40,7 @@ def document(length: int, tokenizer, seed: int, others: int = OTHERS) -> needle.
     room = length - len(before) - len(after) - sum(map(len, facts))
     if room < 32 * len(facts):
         raise ValueError(f"length must be at least {length - room + 32 * len(facts)} here, got {length}")
-    text, ends = _prose(tokenizer, rng.random(), room)
+    text, ends = needle.passage(tokenizer, rng.random(), room)
     # Each fact in a stretch of its own, which one in which is drawn.
     places = [min(ends, key=lambda end: abs(end - (n + rng.random()) / len(facts) * room)) for n in range(len(facts))]
     order = rng.sample(range(len(facts)), len(facts))
@@ -51,16 +51,3 @@ def document(length: int, tokenizer, seed: int, others: int = OTHERS) -> needle.
     ids += text[start:room] + after
     depth = places[order.index(0)] / room
     return needle.Needle(torch.tensor(ids), question, answers[0], keys[0], depth, opening)
-
-
-def _prose(tokenizer, start: float, room: int) -> tuple[list[int], list[int]]:
-    """At least `room` tokens of consecutive sentences, and where sentences end within."""
-    sentences = needle.sentences()
-    text: list[int] = []
-    ends, at = [0], int(start * len(sentences))
-    while len(text) < room:
-        text += tokens_of(tokenizer, " " + sentences[at % len(sentences)])
-        at += 1
-        if len(text) <= room:
-            ends.append(len(text))
-    return text, ends

@@ -4,13 +4,11 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList
 
 from kvpatch import needle
 from kvpatch.budget import Budget
-from kvpatch.evaluation.answers import pad_of
 from kvpatch.evaluation.continuation import FIRST, Feeding
-from kvpatch.evaluation.forcing import endless
+from kvpatch.evaluation.reading import Reading
 
 NEW_TOKENS = 14
 
@@ -24,23 +22,12 @@ def hits(handle, tokenizer, hidden: list[needle.Needle], ways: list[tuple], tick
         ways: (policy, budget) pairs; ("full", None) among them.
         tick: called when a way is done.
     """
-    ids = torch.stack([one.prompt_ids for one in hidden]).to(handle.model.device)
-    source, found = handle.read(ids), []
-    for policy, budget in ways:
-        cache = source.fork(policy, budget)
-        made = handle.model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            past_key_values=cache,
-            max_new_tokens=NEW_TOKENS,
-            do_sample=False,
-            pad_token_id=pad_of(tokenizer),
-        )
-        cache.free()
-        texts = tokenizer.batch_decode(made[:, ids.shape[1] :])
-        found.append(torch.tensor([one.answer in text for one, text in zip(hidden, texts, strict=True)]))
-        tick()
-    source.free()
+    found = []
+    with Reading(handle, tokenizer, torch.stack([one.prompt_ids for one in hidden]).to(handle.model.device)) as reading:
+        for policy, budget in ways:
+            texts = tokenizer.batch_decode(reading.generate(policy, budget, NEW_TOKENS, ends=True))
+            found.append(torch.tensor([one.answer in text for one, text in zip(hidden, texts, strict=True)]))
+            tick()
     return found
 
 
@@ -53,29 +40,18 @@ def divergences(handle, tokenizer, texts: Tensor, prompt: int, ways: list[tuple]
         ways: (policy, budget) pairs that evict.
     """
     texts = texts.to(handle.model.device)
-    ids, tokens = texts[:, :prompt], texts[:, prompt:]
-    source = handle.read(ids)
+    tokens = texts[:, prompt:]
+    with Reading(handle, tokenizer, texts[:, :prompt]) as reading:
 
-    def feed(policy, budget, expected) -> Feeding:
-        cache, feeding = source.fork(policy, budget), Feeding(prompt, tokens, expected)
-        with endless(handle.model):
-            handle.model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                past_key_values=cache,
-                max_new_tokens=tokens.shape[1],
-                do_sample=False,
-                pad_token_id=pad_of(tokenizer),
-                logits_processor=LogitsProcessorList([feeding]),
-            )
-        cache.free()
-        tick()
-        return feeding
+        def feed(policy, budget, expected) -> Feeding:
+            feeding = Feeding(prompt, tokens, expected)
+            reading.generate(policy, budget, tokens.shape[1], feeding)
+            tick()
+            return feeding
 
-    expected = feed("full", None, None).kept
-    found = [torch.stack(feed(policy, budget, expected).divergence, 1)[:, FIRST:].mean(1) for policy, budget in ways]
-    source.free()
-    return found
+        expected = feed("full", None, None).kept
+        fed = [feed(policy, budget, expected) for policy, budget in ways]
+    return [torch.stack(one.divergence, 1)[:, FIRST:].mean(1) for one in fed]
 
 
 def share(value: float) -> Budget:

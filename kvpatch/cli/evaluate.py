@@ -129,14 +129,14 @@ def _run(evaluation, plan, pace, console: Console) -> None:
 
 
 def _close(evaluation, plan, console: Console) -> None:
-    from kvpatch.evaluation import plots, report
+    from kvpatch.evaluation import plots, report, tables
 
     metrics = evaluation.finish(plan)
-    lines = list(evaluation.run.lines())
     with contextlib.suppress(ModuleNotFoundError):
-        plots.draw_all(evaluation.run, metrics, lines)
-    report.write(evaluation.run)
-    report.show(console, [evaluation.run])
+        plots.draw_all(evaluation.run, metrics, evaluation.run.lines())
+    merged = tables.alone(evaluation.run, metrics)
+    report.write(evaluation.run, merged)
+    report.show(console, [merged])
     seconds = metrics["seconds"]
     console.print(
         f"prompts were read in {_duration(seconds['read'])}; reading them for every policy again would have taken "

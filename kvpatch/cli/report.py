@@ -26,22 +26,24 @@ def report(
     """
     with _shared.told():
         from kvpatch.evaluation import plots, report, tables
-        from kvpatch.evaluation.runs import METRICS, PREDICTIONS, Run
+        from kvpatch.evaluation.runs import PREDICTIONS, Run
 
         for folder in folders:
             if not (folder / PREDICTIONS).is_file():
                 raise typer.BadParameter(f"{folder} holds no run: it has no {PREDICTIONS}", param_hint="DIR")
         runs = [Run(folder) for folder in folders]
+        found = tables.merge(runs)
         if html:
             for run in runs:
-                plots.draw_all(run, run.read_json(METRICS) or tables.merge([run])[0].metrics, run.lines())
-                typer.echo(report.write(run))
+                own = found[0] if len(runs) == 1 else tables.merge([run])[0]
+                plots.draw_all(run, own.metrics, run.lines())
+                typer.echo(report.write(run, own))
         if markdown is None:
-            report.show(Console(), runs)
+            report.show(Console(), found)
             return
         text = "\n".join(
             tables.markdown(tables.tables_of(merged)) + "".join(f"\n{note}\n" for note in merged.replaced)
-            for merged in tables.merge(runs)
+            for merged in found
         )
         if markdown == "-":
             typer.echo(text)

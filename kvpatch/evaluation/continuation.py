@@ -5,51 +5,48 @@ also writes freely. Place j is the prediction of the j-th token. Places 0 and 1 
 begins after the first step, so they are left out of the means.
 """
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessor
 
+from kvpatch import needle
 from kvpatch.evaluation import haystacks
-from kvpatch.evaluation.answers import Clock, Way, left_padded, pad_of
-from kvpatch.evaluation.fidelity import attention_lost
-from kvpatch.evaluation.forcing import Each, Script, endless
+from kvpatch.evaluation.fidelity import attention_lost, between, distinct
+from kvpatch.evaluation.reading import Clock, Reading, Way
 from kvpatch.evaluation.runs import Line
-from kvpatch.evaluation.samples import CellError, Sample, Sources, rng_of, tokens_of
+from kvpatch.evaluation.samples import CellError, Sample, Sources, rng_of
 
 FIRST = 2  # places that are equal by construction
+FEWEST = 3  # tokens of a continuation, with two steps of which the second can be held against the first
 LEAST = 64
 
 
 def samples(tokenizer, length: int, count: int, seed: int, sources: Sources, forced: int) -> list[Sample]:
-    """Prose prompts of exactly `length` - `forced` tokens.
+    """Prose prompts; see `prose_samples`."""
+    return prose_samples("fidelity", tokenizer, length, count, seed, sources, forced)
+
+
+def prose_samples(
+    task: str, tokenizer, length: int, count: int, seed: int, sources: Sources, forced: int
+) -> list[Sample]:
+    """Prose prompts of exactly `length` - `forced` tokens, the same for every task.
 
     Raises:
-        CellError: if the continuation leaves no room for a prompt.
+        CellError: if the continuation leaves no room for a prompt, or has no two steps.
     """
     prompt = length - forced
-    if prompt < LEAST:
-        raise CellError(f"fidelity at length {length} needs forced <= {length - LEAST}, got {forced}")
+    if prompt < LEAST or forced < FEWEST:
+        raise CellError(f"{task} at length {length} needs {FEWEST} <= forced <= {length - LEAST}, got {forced}")
+    sentences = haystacks.sentences(sources)
     found = []
     for index in range(count):
         start = rng_of("fidelity", length, seed, index).random()
-        ids = prose(tokenizer, prompt, start, sources)
-        found.append(Sample(f"fidelity/{length}/{seed}/{index}", "fidelity", length, ids, (), forced))
+        ids = needle.passage(tokenizer, start, prompt, sentences)[0][:prompt]
+        found.append(Sample(f"{task}/{length}/{seed}/{index}", task, length, tuple(ids), (), forced))
     return found
-
-
-def prose(tokenizer, length: int, start: float, sources: Sources) -> tuple[int, ...]:
-    """That many tokens of consecutive sentences, beginning at the share `start` of the haystack."""
-    sentences = haystacks.sentences(sources)
-    ids: list[int] = []
-    at = int(start * len(sentences))
-    while len(ids) < length:
-        ids += tokens_of(tokenizer, " " + sentences[at % len(sentences)])
-        at += 1
-    return tuple(ids[:length])
 
 
 class Feeding(LogitsProcessor):
@@ -77,22 +74,23 @@ class Feeding(LogitsProcessor):
         if self.expected is None:
             self.kept.append(got)
         else:
-            full = self.expected[place]
-            self.divergence.append((full.exp() * (full - got)).sum(-1).cpu())
-            self.same.append((full.argmax(-1) == got.argmax(-1)).cpu())
+            divergence, same = between(self.expected[place], got)
+            self.divergence.append(divergence.cpu())
+            self.same.append(same.cpu())
         scores.fill_(-torch.inf)
         return scores.scatter_(1, self.tokens[:, place : place + 1].to(scores.device), 0.0)
 
 
 class Keeping(LogitsProcessor):
-    """Keeps every step's log-probabilities, and lets no token end a text."""
+    """Keeps every step's log-probabilities, and bans one token."""
 
-    def __init__(self, banned: list[int]):
+    def __init__(self, banned: int | None):
         self.banned, self.kept = banned, []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         self.kept.append(scores.float().log_softmax(-1))
-        scores[:, self.banned] = -torch.inf
+        if self.banned is not None:
+            scores[:, self.banned] = -torch.inf
         return scores
 
 
@@ -104,77 +102,40 @@ def lines(
     Args:
         folder: of the run; nothing beside the lines is kept.
     """
-    model = handle.model
-    ids, mask = left_padded(batch, pad_of(tokenizer), model.device)
-    started = time.perf_counter()
-    source = handle.read(ids, mask)
-    clock.read += time.perf_counter() - started
-    clock.saved += (time.perf_counter() - started) * 2 * len(ways)
-    banned = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-
-    def generate(way: Way | None, processor, after: Callable | None = None) -> Tensor:
-        cache = source.fork("full") if way is None else source.fork(way.policy, way.budget)
-        look = None if after is None else Each(lambda: after(cache))
-        with endless(model):
-            made = model.generate(
-                ids,
-                attention_mask=mask,
-                past_key_values=cache,
-                max_new_tokens=forced,
-                do_sample=False,
-                pad_token_id=pad_of(tokenizer),
-                logits_processor=LogitsProcessorList([processor]),
-                streamer=look,
-            )
-        cache.free()
-        return made[:, ids.shape[1] :]
-
-    full = Keeping(banned)
-    tokens = generate(None, full)
+    banned = tokenizer.eos_token_id
     found, sets = [], {}
-    for number, way in enumerate(ways):
-        started = time.perf_counter()
-        held: list[Tensor] = []
+    with Reading.of(handle, tokenizer, batch) as reading:
+        clock.note_reading(reading.seconds, 2 * len(ways) + 1)
+        columns, full = reading.ids.shape[1], Keeping(banned)
+        tokens = reading.generate("full", None, forced, full)
+        for number, way in enumerate(ways):
+            held: list[Tensor] = []
 
-        def look(cache, held=held, way=way) -> None:
-            if cache.phase == "decode" and cache.step > len(held):
-                held.append(distinct(cache, way.policy))
+            def look(cache, held=held, way=way) -> None:
+                if cache.phase == "decode" and cache.step > len(held):
+                    held.append(distinct(cache, way.policy))
 
-        feeding = Feeding(ids.shape[1], tokens, full.kept)
-        generate(way, feeding, look if way.budget is not None else None)
-        free = generate(way, Script(ids.shape[1], forced, [[]] * len(batch), banned[0] if banned else None))
-        found.append((torch.stack(feeding.divergence, 1), torch.stack(feeding.same, 1), free))
-        if way.budget is not None:
-            sets[number] = held
-        clock.decode += time.perf_counter() - started
-    source.free()
+            feeding = Feeding(columns, tokens, full.kept)
+            with clock.decoding():
+                after = look if way.budget is not None else None
+                reading.generate(way.policy, way.budget, forced, feeding, after=after)
+                free = reading.free(way.policy, way.budget, forced, banned)
+            found.append((torch.stack(feeding.divergence, 1), torch.stack(feeding.same, 1), free))
+            if way.budget is not None:
+                sets[number] = held
     # One look at the full cache's attention serves all ways.
-    lost = attention_lost(model, torch.cat((ids, tokens), 1), ids.shape[1], sets)
-    nothing = torch.zeros(len(batch), forced, model.config.num_hidden_layers)
+    lost = attention_lost(handle.model, torch.cat((reading.ids, tokens), 1), columns, sets)
+    nothing = torch.zeros(len(batch), forced, handle.model.config.num_hidden_layers)
     for number, (way, (divergence, same, free)) in enumerate(zip(ways, found, strict=True)):
         parts = (divergence, same, lost.get(number, nothing), free, tokens)
         yield way, [_line(one, way, *(part[row] for part in parts)) for row, one in enumerate(batch)]
 
 
-def distinct(cache, policy) -> Tensor:
-    """What is held after a step, for layers and heads that differ only: [Lc, B, Gc, slots] int32."""
-    layers = None if policy.coupling in ("per_layer", "per_head") else 1
-    heads = None if policy.coupling == "per_head" else 1
-    return cache.retained()[:layers, :, :heads].to(torch.int32)
-
-
 def _line(sample: Sample, way: Way, divergence, same, lost, free, tokens) -> Line:
     differs = (free != tokens).nonzero()
     kl = divergence[FIRST:]
-    return Line(
-        task=sample.task,
-        length=sample.length,
-        sample=sample.id,
-        prompt_id=sample.prompt_id,
-        policy=way.name,
-        budget=way.text,
-        held=way.budget.tokens(len(sample.prompt_ids)) if way.budget is not None else None,
-        prompt_tokens=len(sample.prompt_ids),
+    return way.line(
+        sample,
         tokens=len(tokens),
         measures={
             "kl": kl.mean().item(),

@@ -4,18 +4,14 @@ The first `prompt` tokens of each text are read; the rest is fed token by token,
 is the prediction of the j-th fed token. Places 0 and 1 are equal by construction: eviction begins after the first step.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
-from kvpatch import patches
+from kvpatch.evaluation.attending import attention_of
 from kvpatch.evaluation.forcing import Script, Tick, decoding, endless, generate
-
-QUERIES = 16  # whose attention over the whole text is held at once
 
 
 @dataclass(frozen=True)
@@ -75,15 +71,20 @@ def fidelity(
 
 
 def _looking(handle, held: list[Tensor]) -> Callable[[], None]:
-    """Notes what is held after each step, for layers and heads that differ only."""
-    layers = None if handle.policy.coupling in ("per_layer", "per_head") else 1
-    heads = None if handle.policy.coupling == "per_head" else 1
+    """Notes what is held after each step."""
 
     def look() -> None:
         if handle.stats.steps > len(held):
-            held.append(handle.retained()[:layers, :, :heads].to(torch.int32))
+            held.append(distinct(handle, handle.policy))
 
     return look
+
+
+def distinct(cache, policy) -> Tensor:
+    """What a cache, or a handle's last one, holds, for layers and heads that differ only: [Lc, B, Gc, slots] int32."""
+    layers = None if policy.coupling in ("per_layer", "per_head") else 1
+    heads = None if policy.coupling == "per_head" else 1
+    return cache.retained()[:layers, :, :heads].to(torch.int32)
 
 
 def _plain_logits(model, texts: Tensor, prompt: int) -> Tensor:
@@ -103,21 +104,15 @@ def _distances(model, texts: Tensor, prompt: int, expected: Tensor, tick: Tick, 
         raise RuntimeError("the text was not fed as it should be")
     divergence, same = [], []
     for place, logits in enumerate(output.logits):
-        full, got = expected[:, place].log_softmax(-1), logits.float().log_softmax(-1)
-        divergence.append((full.exp() * (full - got)).sum(-1))
-        same.append(full.argmax(-1) == got.argmax(-1))
+        apart = between(expected[:, place].log_softmax(-1), logits.float().log_softmax(-1))
+        for kept, one in zip((divergence, same), apart, strict=True):
+            kept.append(one)
     return torch.stack(divergence, 1).cpu(), torch.stack(same, 1).cpu()
 
 
-@contextlib.contextmanager
-def eager(model) -> Iterator[None]:
-    """Attention weights are to be had from the eager implementation only."""
-    before = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
+def between(full: Tensor, got: Tensor) -> tuple[Tensor, Tensor]:
+    """KL(full || got) in nats, and whether both put the same token first, [B] each, of log-probabilities [B, V]."""
+    return (full.exp() * (full - got)).sum(-1), full.argmax(-1) == got.argmax(-1)
 
 
 @torch.no_grad()
@@ -133,23 +128,15 @@ def attention_lost(model, texts: Tensor, prompt: int, sets: dict[str, list[Tenso
         name to [texts, forced, layers].
     """
     columns, layers = texts.shape[1], model.config.num_hidden_layers
-    keyword = patches.cache_keyword(patches.find(model).find_parts(model).attentions[0])
     lost = {name: torch.zeros(texts.shape[0], columns - prompt, layers) for name in sets}
     for row, text in enumerate(texts):
-        cache = DynamicCache()  # without a config: layers with a sliding window keep everything too
-        model(text[None, :prompt], logits_to_keep=1, **{keyword: cache})
-        with eager(model):
-            for start in range(prompt, columns - 1, QUERIES):
-                end = min(start + QUERIES, columns - 1)
-                more = {"output_attentions": True, "logits_to_keep": 1, keyword: cache}
-                output = model(text[None, start:end], **more)
-                weights = torch.stack([one[0] for one in output.attentions])  # [layers, H, q, start + q]
-                for query in range(start, end):
-                    seen = weights[:, :, query - start, : query + 1].float()
-                    for name, held in sets.items():
-                        if query > prompt:  # the first step meets everything
-                            kept = _kept(held[query - prompt - 1][:, row], query, seen.shape)
-                            lost[name][row, query - prompt + 1] = seen.masked_fill(kept, 0.0).sum(-1).mean(-1).cpu()
+        for query, weights, _ in attention_of(model, text, prompt):
+            if query == prompt:
+                continue  # the first step meets everything
+            seen = torch.stack(weights).float()
+            for name, held in sets.items():
+                kept = _kept(held[query - prompt - 1][:, row], query, seen.shape)
+                lost[name][row, query - prompt + 1] = seen.masked_fill(kept, 0.0).sum(-1).mean(-1).cpu()
     return lost
 
 

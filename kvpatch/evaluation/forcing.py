@@ -73,14 +73,18 @@ def endless(model) -> Iterator[None]:
         config.eos_token_id = eos
 
 
-def generate(model, prompts: Tensor, tokens: int, tick: Tick, script: Script | None = None, after=None, **more):
-    """Greedy decoding of equally long prompts.
+def silent(done: int) -> None:
+    """Nobody is told."""
+
+
+def generate(model, prompts: Tensor, tokens: int, tick: Tick = silent, script=None, after=None, mask=None, **more):
+    """Greedy decoding.
 
     Args:
-        prompts: [B, L] int64, without pads.
+        prompts: [B, L] int64.   mask: [B, L], left-padded; None: no pads.
         tokens: most new tokens.
         tick: told of every n tokens that are done.
-        script: tokens that are chosen whatever the model says.
+        script: a logits processor, such as one that chooses tokens whatever the model says.
         after: called after the prompt and after every token.
     """
 
@@ -93,7 +97,7 @@ def generate(model, prompts: Tensor, tokens: int, tick: Tick, script: Script | N
     streamer = Each(step)
     output = model.generate(
         prompts,
-        attention_mask=torch.ones_like(prompts),
+        attention_mask=torch.ones_like(prompts) if mask is None else mask,
         max_new_tokens=tokens,
         do_sample=False,
         streamer=streamer,

@@ -6,16 +6,12 @@ import torch
 from torch import Tensor
 
 from kvpatch import needle
-from kvpatch.evaluation.forcing import Script, Tick, endless, generate
+from kvpatch.evaluation.forcing import Script, Tick, endless, generate, silent
 
 TASK = "Do not answer any question yet. Summarize the text above in your own words, at length."
 
 
-def _silent(done: int) -> None:
-    pass
-
-
-def found(model, tokenizer, needles: list[needle.Needle], new_tokens: int = 12, tick: Tick = _silent) -> list[bool]:
+def found(model, tokenizer, needles: list[needle.Needle], new_tokens: int = 12, tick: Tick = silent) -> list[bool]:
     """Which needles of a batch are in a few greedy tokens.
 
     Args:
@@ -63,7 +59,7 @@ def next_turn(tokenizer, question: str, opening: str) -> str:
 
 
 def found_later(
-    model, tokenizer, asked: list[Asked], free: int, new_tokens: int = 12, tick: Tick = _silent
+    model, tokenizer, asked: list[Asked], free: int, new_tokens: int = 12, tick: Tick = silent
 ) -> list[bool]:
     """Which needles of a batch are found after `free` greedy tokens of the model's own; arguments as `found`."""
     prompts = torch.stack([one.prompt_ids for one in asked]).to(model.device)

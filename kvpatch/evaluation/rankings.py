@@ -9,11 +9,10 @@ from dataclasses import fields
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
-from kvpatch import aggregation, patches, scoring
+from kvpatch import aggregation, scoring
 from kvpatch.cachelayer import windows_of
-from kvpatch.evaluation.fidelity import QUERIES, eager
+from kvpatch.evaluation.attending import QUERIES, attention_of
 from kvpatch.policy import Policy
 from kvpatch.ranking import Ranking
 
@@ -76,19 +75,10 @@ def observe(model, text: Tensor, prompt: int, watch: Callable[[Look], None], que
         watch: called with each step's `Look`, which is not to be kept.
         queries: steps whose attention is held at once; nothing but memory depends on it.
     """
-    keyword = patches.cache_keyword(patches.find(model).find_parts(model).attentions[0])
     windows = windows_of(model.config.get_text_config(decoder=True))
-    cache = DynamicCache()  # without a config: layers with a sliding window keep everything too
-    model(text[None, :prompt], logits_to_keep=1, **{keyword: cache})
-    with eager(model):
-        for start in range(prompt, len(text) - 1, queries):
-            end = min(start + queries, len(text) - 1)
-            more = {"output_attentions": True, "logits_to_keep": 1, keyword: cache}
-            attentions = model(text[None, start:end], **more).attentions
-            keys, values = ([getattr(one, name) for one in cache.layers] for name in ("keys", "values"))
-            for query in range(start, end):
-                rows = [one[0, :, query - start, : query + 1] for one in attentions]
-                watch(Look(rows, keys, values, windows))
+    for _, weights, cache in attention_of(model, text, prompt, queries):
+        keys, values = ([getattr(one, name) for one in cache.layers] for name in ("keys", "values"))
+        watch(Look(weights, keys, values, windows))
 
 
 def rule_of(policy: Policy, **replaced) -> Policy:

@@ -10,7 +10,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from kvpatch.evaluation import tables
-from kvpatch.evaluation.runs import ENVIRONMENT, METRICS, Line, Run
+from kvpatch.evaluation.runs import ENVIRONMENT, Line, Run
 from kvpatch.evaluation.summary import latest
 
 PAGE = "report.html"
@@ -75,23 +75,25 @@ pre { background: #f5f5f5; padding: .7rem; overflow-x: auto; }
 """
 
 
-def page(run: Run) -> str:
+def page(run: Run, merged: tables.Merged) -> str:
     """The HTML of a run: tables, pictures, examples, and what was run.
+
+    Args:
+        merged: the run's own metrics, from `tables.alone` or `tables.merge`.
 
     Raises:
         ValueError: for a file of the run that can't be read, naming it.
     """
     import jinja2
 
-    merged = tables.merge([run])
     lines = latest(run.lines())
     pictures = sorted((run.folder / "plots").glob("*.png"))
     template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(_TEMPLATE)
     return template.render(
         title=f"kvpatch eval: {run.folder.name}",
         visible=VISIBLE,
-        tables=[table for one in merged for table in tables.tables_of(one)],
-        refused=(run.read_json(METRICS) or {}).get("refused", []),
+        tables=tables.tables_of(merged),
+        refused=merged.metrics["refused"],
         pictures=[(path.stem, base64.b64encode(path.read_bytes()).decode()) for path in pictures],
         examples=wrong(lines),
         config="\n".join(f"{key}: {value}" for key, value in tables.config_of(run).items()),
@@ -111,15 +113,15 @@ def wrong(lines: list[Line]) -> list[Line]:
     return sorted(found, key=lambda line: (line.policy, line.budget))
 
 
-def write(run: Run) -> Path:
-    """Write the run's report.html."""
-    run.write(PAGE, page(run))
+def write(run: Run, merged: tables.Merged) -> Path:
+    """Write the run's report.html; arguments as of `page`."""
+    run.write(PAGE, page(run, merged))
     return run.folder / PAGE
 
 
-def show(console: Console, runs: list[Run]) -> None:
-    """Print the tables of runs, merged."""
-    for merged in tables.merge(runs):
+def show(console: Console, found: list[tables.Merged]) -> None:
+    """Print the tables of merged runs."""
+    for merged in found:
         for table in tables.tables_of(merged):
             shown = RichTable(*map(escape, table.head))
             for row in table.rows:

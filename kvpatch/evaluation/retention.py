@@ -11,11 +11,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList
 
-from kvpatch.evaluation.answers import Way, left_padded, pad_of
-from kvpatch.evaluation.continuation import distinct
-from kvpatch.evaluation.forcing import Each, Script, endless
+from kvpatch.evaluation.fidelity import distinct
+from kvpatch.evaluation.forcing import Script
+from kvpatch.evaluation.reading import Reading, Way
 from kvpatch.evaluation.samples import Sample
 
 FILE, ALL = "retention.npz", 255
@@ -80,31 +79,18 @@ def note(folder: Path, handle, tokenizer, sample: Sample, tokens: list[int], way
 
 def recorded(handle, tokenizer, sample: Sample, tokens: list[int], ways: list[Way]) -> dict[tuple, np.ndarray]:
     """(name, text) of each way to [steps, tokens] uint8, as in the file; the last token is not fed."""
-    ids, mask = left_padded([sample], pad_of(tokenizer), handle.model.device)
-    source = handle.read(ids, mask)
-    last = ids.shape[1] + len(tokens) - 1
-    found = {}
-    for way in ways:
-        cache, steps = source.fork(way.policy, way.budget), []
+    last, found = len(sample.prompt_ids) + len(tokens) - 1, {}
+    with Reading.of(handle, tokenizer, [sample]) as reading:
+        script = Script(reading.ids.shape[1], 0, [tokens])
+        for way in ways:
+            steps: list[np.ndarray] = []
 
-        def look(cache=cache, steps=steps, policy=way.policy) -> None:
-            if cache.phase == "decode" and cache.step > len(steps):
-                steps.append(shares(distinct(cache, policy)[:, 0], last))
+            def look(cache, steps=steps, policy=way.policy) -> None:
+                if cache.phase == "decode" and cache.step > len(steps):
+                    steps.append(shares(distinct(cache, policy)[:, 0], last))
 
-        with endless(handle.model):
-            handle.model.generate(
-                ids,
-                attention_mask=mask,
-                past_key_values=cache,
-                max_new_tokens=len(tokens),
-                do_sample=False,
-                pad_token_id=pad_of(tokenizer),
-                logits_processor=LogitsProcessorList([Script(ids.shape[1], 0, [tokens])]),
-                streamer=Each(look),
-            )
-        cache.free()
-        found[way.name, way.text] = np.stack(steps)
-    source.free()
+            reading.generate(way.policy, way.budget, len(tokens), script, after=look)
+            found[way.name, way.text] = np.stack(steps)
     return found
 
 

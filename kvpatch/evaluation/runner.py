@@ -1,7 +1,6 @@
 """Running an evaluation: what is left to do, how long it will take, and doing it."""
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,8 +10,9 @@ import torch
 from kvpatch import best
 from kvpatch.bench.record import provenance
 from kvpatch.evaluation import continuation, stability, summary, tasks
-from kvpatch.evaluation.answers import Clock, Way, answers, pad_of
+from kvpatch.evaluation.answers import answers
 from kvpatch.evaluation.config import FREE_KEYS, Config, read_yaml
+from kvpatch.evaluation.reading import Clock, Reading, Way
 from kvpatch.evaluation.runs import CONFIG, ENVIRONMENT, METRICS, Line, Run
 from kvpatch.evaluation.samples import CellError, Sample, Sources
 
@@ -127,28 +127,23 @@ class Evaluation:
         rows = max((len(job.samples) for job in plan.jobs), default=1)
         device, vocabulary = self.handle.model.device, self.handle.model.config.vocab_size
 
-        def read(rows: int, columns: int) -> tuple[float, object, torch.Tensor]:
+        def read(rows: int, columns: int) -> Reading:
             ids = torch.arange(rows * columns, device=device).view(rows, columns) % min(vocabulary, 1000)
-            started = time.perf_counter()
-            return self.handle.read(ids), ids, time.perf_counter() - started
+            return Reading(self.handle, self.tokenizer, ids)
 
-        read(1, 16)[0].free()  # whatever is made once
-        cache, _, took = read(1, min(longest, 2048))
-        cache.free()
-        token = took / min(longest, 2048)
-        cache, ids, _ = read(rows, 64)
+        with read(1, 16):
+            pass  # whatever is made once
+        columns = min(longest, 2048)
+        with read(1, columns) as reading:
+            token = reading.seconds / columns
         way = next((way for way in self.ways if way.budget is not None), self.ways[0])
+        budget = min(64, max(8, way.budget.tokens(longest))) if way.budget else None
         # Compiled with the first call, timed in the second one; a budget as in the run.
-        for _ in range(2):
-            fork = cache.fork(way.policy, min(64, max(8, way.budget.tokens(longest))) if way.budget else None)
-            self.handle.model.generate(
-                ids, past_key_values=fork, attention_mask=torch.ones_like(ids), max_new_tokens=8, min_new_tokens=8,
-                do_sample=False, pad_token_id=pad_of(self.tokenizer),
-            )  # fmt: skip
-            times = self.handle.stats.step_seconds
-            compiling = self.handle.stats.compile_seconds
-            fork.free()
-        cache.free()
+        with read(rows, 64) as reading:
+            for _ in range(2):
+                reading.generate(way.policy, budget, 8)
+                times = self.handle.stats.step_seconds
+                compiling = self.handle.stats.compile_seconds
         return Pace(token, sorted(times)[len(times) // 2], compiling)
 
     def execute(self, plan: Plan, tick: Callable[[Job, Way | None], None] = lambda job, way: None) -> None:

@@ -13,29 +13,25 @@ Without sequential coupling raw and step are the same, and so is ema with an alp
 """
 
 import math
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList
 
 from kvpatch.evaluation import rankings, retention
-from kvpatch.evaluation.answers import Clock, Way, left_padded, pad_of
-from kvpatch.evaluation.continuation import LEAST, prose
-from kvpatch.evaluation.fidelity import QUERIES
-from kvpatch.evaluation.forcing import Script, endless
+from kvpatch.evaluation.attending import QUERIES
+from kvpatch.evaluation.continuation import prose_samples
 from kvpatch.evaluation.rankings import Churn, Look, Standing, Variance, rule_of
+from kvpatch.evaluation.reading import Clock, Reading, Way
 from kvpatch.evaluation.runs import Line
-from kvpatch.evaluation.samples import CellError, Sample, Sources, rng_of
+from kvpatch.evaluation.samples import Sample, Sources
 from kvpatch.policy import Policy
 from kvpatch.scoring import scorer
 
 REFERENCE = "attention"
 COMPARED = ("vnorm", "entropy", "keydiff", "knorm", "recency", "random")
-FEWEST = 3  # tokens of a continuation: two steps, of which the second can be held against the first
 
 
 def samples(tokenizer, length: int, count: int, seed: int, sources: Sources, forced: int) -> list[Sample]:
@@ -44,15 +40,7 @@ def samples(tokenizer, length: int, count: int, seed: int, sources: Sources, for
     Raises:
         CellError: if the continuation leaves no room for a prompt, or has no two steps.
     """
-    prompt = length - forced
-    if prompt < LEAST or forced < FEWEST:
-        raise CellError(f"stability at length {length} needs {FEWEST} <= forced <= {length - LEAST}, got {forced}")
-    found = []
-    for index in range(count):
-        start = rng_of("fidelity", length, seed, index).random()
-        ids = prose(tokenizer, prompt, start, sources)
-        found.append(Sample(f"stability/{length}/{seed}/{index}", "stability", length, ids, (), forced))
-    return found
+    return prose_samples("stability", tokenizer, length, count, seed, sources, forced)
 
 
 def lines(
@@ -70,42 +58,25 @@ def lines(
         folder: of the run; the first sample of it that comes here has what each way holds at each step written there
             (`kvpatch.evaluation.retention`).
     """
-    ids, mask = left_padded(batch, pad_of(tokenizer), handle.model.device)
-    started = time.perf_counter()
-    source = handle.read(ids, mask)
-    took = time.perf_counter() - started
-    clock.read += took
-    clock.saved += took * (len(ways) - 1)
-    started = time.perf_counter()
-    tokens = continued(handle, tokenizer, source, ids, mask, forced)
-    source.free()
+    with Reading.of(handle, tokenizer, batch) as reading, clock.decoding():
+        tokens = reading.continuation(forced, tokenizer.eos_token_id)
+    clock.note_reading(reading.seconds, len(ways))
     found = []
-    for row, sample in enumerate(batch):
-        text = torch.cat((ids[row, mask[row].bool()], tokens[row]))
-        found.append(measured(handle.model, text, len(sample.prompt_ids), ways))
-    if folder is not None:
-        retention.note(folder, handle, tokenizer, batch[0], tokens[0].tolist(), ways)
-    clock.decode += time.perf_counter() - started
+    with clock.decoding():
+        for row, sample in enumerate(batch):
+            text = torch.cat((reading.ids[row, reading.mask[row].bool()], tokens[row]))
+            found.append(measured(handle.model, text, len(sample.prompt_ids), ways))
+        if folder is not None:
+            retention.note(folder, handle, tokenizer, batch[0], tokens[0].tolist(), ways)
     for number, way in enumerate(ways):
-        yield way, [_line(one, way, forced, *found[row][number]) for row, one in enumerate(batch)]
-
-
-def continued(handle, tokenizer, source, ids: Tensor, mask: Tensor, forced: int) -> Tensor:
-    """[B, forced] int64: the full cache's greedy continuation, which no token ends."""
-    script = Script(ids.shape[1], forced, [[]] * len(ids), tokenizer.eos_token_id)
-    cache = source.fork("full")
-    with endless(handle.model):
-        made = handle.model.generate(
-            ids,
-            attention_mask=mask,
-            past_key_values=cache,
-            max_new_tokens=forced,
-            do_sample=False,
-            pad_token_id=pad_of(tokenizer),
-            logits_processor=LogitsProcessorList([script]),
+        results = [found[row][number] for row in range(len(batch))]
+        yield (
+            way,
+            [
+                way.line(one, tokens=forced, measures=measures, series=series)
+                for one, (measures, series) in zip(batch, results, strict=True)
+            ],
         )
-    cache.free()
-    return made[:, ids.shape[1] :]
 
 
 def measured(
@@ -198,19 +169,3 @@ def with_scorer(rule: Policy, name: str) -> Policy | None:
     if name == "entropy" and rule.coupling == "per_head":
         return None  # it is a layer's
     return rule_of(rule, scorer=name, head_pool=rule.head_pool if scorer(name).uses_attention else "mean")
-
-
-def _line(sample: Sample, way: Way, forced: int, measures: dict, series: dict) -> Line:
-    return Line(
-        task=sample.task,
-        length=sample.length,
-        sample=sample.id,
-        prompt_id=sample.prompt_id,
-        policy=way.name,
-        budget=way.text,
-        held=None if way.budget is None else way.budget.tokens(len(sample.prompt_ids)),
-        prompt_tokens=len(sample.prompt_ids),
-        tokens=forced,
-        measures=measures,
-        series=series,
-    )

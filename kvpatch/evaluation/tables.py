@@ -65,6 +65,11 @@ def labels(runs: list[Run]) -> list[str]:
     return found
 
 
+def alone(run: Run, metrics: dict) -> Merged:
+    """One run as it is, with what `summary.summarise` has made of it."""
+    return Merged(labels([run])[0], metrics, [])
+
+
 def merge(runs: list[Run]) -> list[Merged]:
     """Runs with the same label as one. Of a task, length, policy and budget that two of them ran the newer one counts.
 
