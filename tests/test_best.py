@@ -52,6 +52,13 @@ def test_a_profile_in_the_users_folder_is_found_for_its_model_only(user_folder):
     kvpatch.unpatch(other)
 
 
+def test_a_profile_that_only_mentions_the_weights_is_another_models(user_folder):
+    model, other = tiny("llama"), tiny("llama", layers=2)
+    mentioned = profile_of(other, like=best.identity(model)["fingerprint"])
+    mentioned.write(user_folder / best.file_name(other))
+    assert best.find(model) is None and best.find(other).policy == POLICY
+
+
 def test_best_says_what_its_policy_says(user_folder):
     model, rows = tiny("llama"), left_padded(prompts((26, 17)))
     profile_of(model).write(user_folder / best.file_name(model))

@@ -19,7 +19,7 @@ from kvpatch.evaluation.later import Later
 from kvpatch.evaluation.reading import Clock, Way, left_padded
 from kvpatch.evaluation.ruler import TASKS as RULER
 from kvpatch.evaluation.runs import Run
-from kvpatch.evaluation.samples import Sources
+from kvpatch.evaluation.samples import Sample, Sources
 
 SHARE = kvpatch.Budget(0.1, min_budget=1)
 
@@ -132,6 +132,20 @@ def test_what_is_fed_later_is_fed_and_the_answer_begins_behind_it(model, tokeniz
     fed = torch.cat([ids for ids in seen if ids.shape[1] == 1], 1)
     for row, sample in zip(fed.tolist(), samples, strict=True):
         assert row[sample.free : sample.free + len(sample.then)] == list(sample.then)
+
+
+def test_the_scored_tokens_lie_behind_what_is_fed_and_end_with_the_first_end():
+    plain = Sample("a", "x", 0, (1, 2), ("r",), 4)
+    asked = []
+
+    def generate(tokens, script, ends):
+        asked.append((tokens, script is not None, ends))
+        return torch.arange(20, 20 + 2 * tokens).view(2, tokens)
+
+    assert answered(generate, [plain, plain], 2, {21, 27}) == [[20, 21], [24, 25, 26, 27]]
+    later = [dataclasses.replace(plain, free=3, then=then) for then in ((7, 8), (7, 8, 9))]
+    assert answered(generate, later, 2, set()) == [[25, 26, 27, 28], [36, 37, 38, 39]]
+    assert asked == [(4, False, True), (10, True, False)]
 
 
 # ---- runs --------------------------------------------------------------------------------------------------
