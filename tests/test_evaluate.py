@@ -188,6 +188,19 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_metrics(tmp_path, handle, to
         }
 
 
+def test_a_model_without_a_profile_is_said_to_run_the_policy_best_as_another_one(
+    tmp_path, handle, tokenizer, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    given = config(tmp_path, policies=["full", "best"], tasks=["niah_single_1"], samples=1, budgets=["10%"])
+    evaluation = executed(given, handle, tokenizer)
+    (note,) = evaluation.notes
+    assert "best" in note and "'inertia'" in note and "kvpatch calibrate" in note
+    assert json.loads((evaluation.run.folder / "environment.json").read_text())["notes"] == [note]
+    others = runner.Evaluation(config(tmp_path, out=str(tmp_path / "others")), handle, tokenizer)
+    assert others.notes == []
+
+
 def test_a_finished_run_has_nothing_left_and_can_be_widened(tmp_path, handle, tokenizer):
     executed(config(tmp_path), handle, tokenizer)
     again = runner.Evaluation(config(tmp_path), handle, tokenizer).plan()

@@ -6,7 +6,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from kvpatch.evaluation import plots, report, summary, tables
+from kvpatch.evaluation import comparing, plots, report, summary, tables
 from kvpatch.evaluation.runs import Line, Run
 
 DEPTHS = (0.0, 0.5, 1.0)
@@ -130,13 +130,16 @@ class Links(html.parser.HTMLParser):
 def test_the_page_needs_nothing_else_and_runs_nothing(run):
     metrics = run.read_json("metrics.json")
     drawn = plots.draw_all(run, metrics, run.lines())
-    path = report.write(run, tables.alone(run, metrics))
+    (run.folder / "plots" / "stranger.png").write_bytes(b"of another program")
+    path = report.write(run, tables.alone(run, metrics), drawn)
     text = path.read_text()
     links = Links()
     links.feed(text)
     assert links.found and all(link.startswith("data:image/png;base64,") for link in links.found)
     assert len(links.found) == len(drawn)
     assert "script" not in links.tags and "&lt;script&gt;" in text and "&lt;b&gt;" in text
+    assert "Kept of what the full cache solves" in text and "67 [21, 94]" in text  # two of three
+    assert "<td>0.50</td>" in text  # an answer that is half right stands among the wrong ones
     assert "it needs 899 tokens" in text and "question_aware" in text and "2.13" in text and "seed: 3" in text
 
 
@@ -175,6 +178,44 @@ def test_markdown_tables_line_up_and_hold_every_way(run):
         assert part in text
 
 
+def rows_of(table: tables.Table) -> dict[tuple[str, str], list[str]]:
+    return {(row[0].text, row[1].text): [cell.text for cell in row[2:]] for row in table.rows}
+
+
+def test_two_policies_stand_beside_each_other_with_a_verdict():
+    names = {"score": "vt, 128 tokens", "kl": "fidelity, kl (nats), 128 tokens", "top1": "fidelity, top1, 128 tokens"}
+    lines = [line(n, policy, n % 10 < hits, task="vt") for n in range(40) for policy, hits in (("a", 9), ("b", 1))]
+    lines += [line(n, policy, n % 2, "5%", task="vt") for n in range(40) for policy in ("a", "b")]
+    more = {"task": "fidelity", "prediction": None}
+    for n in range(20):
+        lines.append(line(n, "a", None, measures={"kl": 0.3 + n / 10, "top1": 0.4}, **more))
+        lines.append(line(n, "b", None, measures={"kl": 0.2 + n / 10, "top1": 0.5}, **more))
+    merged = tables.Merged("runs", summary.summary_of(lines, (), ()), [], lines)
+    rows = rows_of(comparing.comparison(merged, "a", "b"))
+    assert set(rows) == {(names["score"], "10%"), (names["score"], "5%"), (names["kl"], "10%"), (names["top1"], "10%")}
+    n, a, b, difference, verdict = rows[names["score"], "10%"]
+    assert (n, a.split()[0], b.split()[0], difference.split()[0], verdict) == (
+        "40",
+        "90.0",
+        "10.0",
+        "+80.0",
+        "clearly better",
+    )
+    assert rows[names["score"], "5%"][-2:] == ["+0.0 (+0.0 to +0.0)", "-"]
+    # The difference is the same everywhere though the texts differ by far more: worse, but not clearly.
+    assert rows[names["kl"], "10%"][3:] == ["+0.1 (+0.1 to +0.1)", "worse"]
+    assert rows[names["top1"], "10%"][-1] == "clearly worse"
+    turned = rows_of(comparing.comparison(merged, "b", "a"))
+    assert turned[names["kl"], "10%"][-1] == "better" and turned[names["score"], "10%"][-1] == "clearly worse"
+
+
+def test_what_is_kept_is_counted_where_the_full_cache_is_right():
+    (table,) = comparing.kept(tables.Merged("runs", summary.summary_of(FULL + SMALL, (), ()), [], FULL + SMALL))
+    assert rows_of(table) == {("niah", "10%"): ["3", "67 [21, 94]"]}
+    alone = tables.Merged("runs", summary.summary_of(SMALL, (), ()), [], SMALL)
+    assert comparing.kept(alone) == []
+
+
 def test_of_two_runs_the_newer_counts(run, tmp_path):
     newer = Run(tmp_path / "two")
     newer.add([line(n, "tova", 0) for n in range(4)])
@@ -199,8 +240,14 @@ def test_the_command_prints_and_writes(run, tmp_path):
     target = tmp_path / "tables.md"
     done = CliRunner().invoke(app, ["report", str(run.folder), "--markdown", str(target), "--html"])
     assert done.exit_code == 0 and "| policy" in target.read_text() and (run.folder / "report.html").exists()
-    nothing = CliRunner().invoke(app, ["report", str(tmp_path)])
+    both = CliRunner().invoke(app, ["report", str(run.folder), "--compare", "tova,full"], env={"COLUMNS": "200"})
+    assert both.exit_code == 0 and "tova against full" in both.output and "Kept of what" in both.output
+    one = CliRunner().invoke(app, ["report", str(run.folder), "--compare", "tova"])
+    assert one.exit_code == 2 and "'tova'" in one.output
+    unknown = CliRunner().invoke(app, ["report", str(run.folder), "--compare", "tova,bset"])
+    assert unknown.exit_code == 1 and "bset" in unknown.output and "tova" in unknown.output
+    nothing = CliRunner().invoke(app, ["report", str(tmp_path)], env={"COLUMNS": "300"})
     assert nothing.exit_code == 2 and "holds no run" in nothing.output
     run.predictions.write_text("{}\n")
-    broken = CliRunner().invoke(app, ["report", str(run.folder)])
+    broken = CliRunner().invoke(app, ["report", str(run.folder)], env={"COLUMNS": "300"})
     assert broken.exit_code == 1 and "line 1" in broken.output

@@ -89,6 +89,8 @@ def _evaluate(settings, model, tokenizer, dry_run: bool) -> None:
     handle = kvpatch.patch(model, "full", compile=settings.compile)
     evaluation = Evaluation(settings, handle, tokenizer)
     plan = evaluation.plan()
+    for note in evaluation.notes:
+        console.print(f"[yellow]{escape(note)}[/]", soft_wrap=True)
     for cell in plan.refused:
         console.print(
             f"[yellow]left out[/]: {cell['task']} at {cell['length']}: {escape(cell['reason'])}", soft_wrap=True
@@ -131,12 +133,12 @@ def _run(evaluation, plan, pace, console: Console) -> None:
 def _close(evaluation, plan, console: Console) -> None:
     from kvpatch.evaluation import plots, report, tables
 
-    metrics = evaluation.finish(plan)
-    with contextlib.suppress(ModuleNotFoundError):
-        plots.draw_all(evaluation.run, metrics, evaluation.run.lines())
+    metrics, drawn = evaluation.finish(plan), []
     merged = tables.alone(evaluation.run, metrics)
-    report.write(evaluation.run, merged)
-    report.show(console, [merged])
+    with contextlib.suppress(ModuleNotFoundError):
+        drawn = plots.draw_all(evaluation.run, metrics, merged.lines)
+    report.write(evaluation.run, merged, drawn)
+    report.show(console, tables.tables_of(merged), merged.replaced)
     seconds = metrics["seconds"]
     console.print(
         f"prompts were read in {_duration(seconds['read'])}; reading them for every policy again would have taken "

@@ -12,6 +12,9 @@ from kvpatch.cli import _shared
 def report(
     folders: Annotated[list[Path], typer.Argument(help="Folders of runs.", metavar="DIR...")],
     markdown: Annotated[str | None, typer.Option(help='File for Markdown tables, "-" for standard output.')] = None,
+    compare: Annotated[
+        str | None, typer.Option(help='Two policies on the same samples, "best,inertia", in place of the tables.')
+    ] = None,
     html: Annotated[bool, typer.Option(help="Write each run's plots and report.html anew.")] = False,
 ) -> None:
     """Merge runs of `kvpatch eval` into tables.
@@ -23,6 +26,8 @@ def report(
     kvpatch report runs/ruler runs/longer
 
     kvpatch report runs/ruler --markdown tables.md --html
+
+    kvpatch report runs/best --compare best,inertia
     """
     with _shared.told():
         from kvpatch.evaluation import plots, report, tables
@@ -36,16 +41,26 @@ def report(
         if html:
             for run in runs:
                 own = found[0] if len(runs) == 1 else tables.merge([run])[0]
-                plots.draw_all(run, own.metrics, run.lines())
-                typer.echo(report.write(run, own))
+                drawn = plots.draw_all(run, own.metrics, own.lines)
+                typer.echo(report.write(run, own, drawn))
+        shown = [(_tables(merged, compare), merged.replaced) for merged in found]
         if markdown is None:
-            report.show(Console(), found)
+            for part, notes in shown:
+                report.show(Console(), part, notes)
             return
-        text = "\n".join(
-            tables.markdown(tables.tables_of(merged)) + "".join(f"\n{note}\n" for note in merged.replaced)
-            for merged in found
-        )
+        text = "\n".join(tables.markdown(part) + "".join(f"\n{note}\n" for note in notes) for part, notes in shown)
         if markdown == "-":
             typer.echo(text)
         else:
             Path(markdown).write_text(text, encoding="utf-8")
+
+
+def _tables(merged, compare: str | None) -> list:
+    from kvpatch.evaluation import comparing, tables
+
+    if compare is None:
+        return tables.tables_of(merged)
+    names = [name.strip() for name in compare.split(",")]
+    if len(names) != 2:
+        raise typer.BadParameter(f"two policies by a comma, got {compare!r}", param_hint="--compare")
+    return [comparing.comparison(merged, *names), *comparing.kept(merged)]

@@ -9,9 +9,8 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from kvpatch.evaluation import tables
+from kvpatch.evaluation import comparing, tables
 from kvpatch.evaluation.runs import ENVIRONMENT, Line, Run
-from kvpatch.evaluation.summary import latest
 
 PAGE = "report.html"
 EXAMPLES = 3  # wrong answers shown of each policy and budget
@@ -60,9 +59,10 @@ pre { background: #f5f5f5; padding: .7rem; overflow-x: auto; }
 {% if examples %}
 <h2>Some wrong answers</h2>
 <div class="wide"><table>
-<tr><th>task</th><th>policy</th><th>expected</th><th>said</th></tr>
+<tr><th>task</th><th>policy</th><th>score</th><th>expected</th><th>said</th></tr>
 {% for one in examples %}
 <tr><td>{{ one.task }}, {{ one.length }}</td><td>{{ one.policy }} {{ one.budget }}</td>
+<td>{{ "%.2f" | format(one.score) }}</td>
 <td class="text">{{ one.references | join(" | ") }}</td><td class="text">{{ one.prediction }}</td></tr>
 {% endfor %}
 </table></div>
@@ -75,60 +75,58 @@ pre { background: #f5f5f5; padding: .7rem; overflow-x: auto; }
 """
 
 
-def page(run: Run, merged: tables.Merged) -> str:
+def page(run: Run, merged: tables.Merged, pictures: list[Path]) -> str:
     """The HTML of a run: tables, pictures, examples, and what was run.
 
     Args:
         merged: the run's own metrics, from `tables.alone` or `tables.merge`.
+        pictures: PNG files, from `plots.draw_all`.
 
     Raises:
         ValueError: for a file of the run that can't be read, naming it.
     """
     import jinja2
 
-    lines = latest(run.lines())
-    pictures = sorted((run.folder / "plots").glob("*.png"))
     template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(_TEMPLATE)
     return template.render(
         title=f"kvpatch eval: {run.folder.name}",
         visible=VISIBLE,
-        tables=tables.tables_of(merged),
+        tables=[*tables.tables_of(merged), *comparing.kept(merged)],
         refused=merged.metrics["refused"],
         pictures=[(path.stem, base64.b64encode(path.read_bytes()).decode()) for path in pictures],
-        examples=wrong(lines),
+        examples=wrong(merged.lines),
         config="\n".join(f"{key}: {value}" for key, value in tables.config_of(run).items()),
         environment=json.dumps(run.read_json(ENVIRONMENT) or {}, indent=1),
     )
 
 
 def wrong(lines: list[Line]) -> list[Line]:
-    """The first few answers of each policy and budget that have no part of the references right."""
+    """The first few answers of each policy and budget that are not wholly right."""
     counts: dict[tuple[str, str], int] = {}
     found = []
     for line in lines:
         way = line.policy, line.budget
-        if line.score == 0 and line.prediction is not None and counts.get(way, 0) < EXAMPLES:
+        if line.score is not None and line.score < 1 and counts.get(way, 0) < EXAMPLES:
             counts[way] = counts.get(way, 0) + 1
             found.append(line)
     return sorted(found, key=lambda line: (line.policy, line.budget))
 
 
-def write(run: Run, merged: tables.Merged) -> Path:
+def write(run: Run, merged: tables.Merged, pictures: list[Path]) -> Path:
     """Write the run's report.html; arguments as of `page`."""
-    run.write(PAGE, page(run, merged))
+    run.write(PAGE, page(run, merged, pictures))
     return run.folder / PAGE
 
 
-def show(console: Console, found: list[tables.Merged]) -> None:
-    """Print the tables of merged runs."""
-    for merged in found:
-        for table in tables.tables_of(merged):
-            shown = RichTable(*map(escape, table.head))
-            for row in table.rows:
-                shown.add_row(*(Text(text, style="dim italic" if grey else "") for text, grey in row))
-            console.print(Text(table.title, style="bold"))
-            console.print(shown)
-            for note in table.notes:
-                console.print(Text(note, style="dim"))
-        for note in merged.replaced:
-            console.print(Text(note))
+def show(console: Console, found: list[tables.Table], notes: list[str]) -> None:
+    """Print tables, and notes below them."""
+    for table in found:
+        shown = RichTable(*map(escape, table.head))
+        for row in table.rows:
+            shown.add_row(*(Text(text, style="dim italic" if grey else "") for text, grey in row))
+        console.print(Text(table.title, style="bold"))
+        console.print(shown)
+        for note in table.notes:
+            console.print(Text(note, style="dim"))
+    for note in notes:
+        console.print(Text(note))

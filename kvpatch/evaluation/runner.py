@@ -80,6 +80,9 @@ class Evaluation:
         handle: of the patched model.
         tokenizer: the model's.
 
+    Attributes:
+        notes: what a reader of the results has to know, sentences.
+
     Raises:
         ValueError: if the folder holds a run of another configuration, naming the key.
     """
@@ -94,8 +97,16 @@ class Evaluation:
             Way(name, text, resolved(policy, handle.model), None if text == "full" else config.budget_of(text))
             for name, policy, text in config.ways()
         ]
+        self.notes = self._notes()
         self.clock = Clock()
         _check_same(self.run, config)
+
+    def _notes(self) -> list[str]:
+        if not any(policy == best.NAME for _, policy, _ in self.config.ways()):
+            return []
+        if best.find(self.handle.model) is not None:
+            return []
+        return [f"{best.NAME}: {best.policy_for(self.handle.model)[1]}"]
 
     def plan(self) -> Plan:
         """Make the samples and leave out what the folder holds already."""
@@ -172,6 +183,7 @@ class Evaluation:
             **provenance(),
             "dtype": str(self.handle.model.dtype),
             "policies": policies,
+            "notes": self.notes,
             "backend": self.handle.backend,
         }
 
@@ -187,7 +199,7 @@ class Evaluation:
 
 def resolved(policy, model):
     """The policy itself; "best" becomes what the model's profile says."""
-    if policy != "best":
+    if policy != best.NAME:
         return policy
     return best.policy_for(model)[0]
 

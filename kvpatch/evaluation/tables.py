@@ -44,6 +44,7 @@ class Merged:
     label: str
     metrics: dict
     replaced: list[str]
+    lines: list[Line]
 
 
 def config_of(run: Run) -> dict:
@@ -67,7 +68,7 @@ def labels(runs: list[Run]) -> list[str]:
 
 def alone(run: Run, metrics: dict) -> Merged:
     """One run as it is, with what `summary.summarise` has made of it."""
-    return Merged(labels([run])[0], metrics, [])
+    return Merged(labels([run])[0], metrics, [], latest(run.lines()))
 
 
 def merge(runs: list[Run]) -> list[Merged]:
@@ -100,7 +101,7 @@ def merge(runs: list[Run]) -> list[Merged]:
                 refused[one.get("task"), one.get("length"), one.get("reason")] = one
         lines = [line for _, part in found.values() for line in part]
         names = {task.name for task in ruler.TASKS}
-        merged.append(Merged(label, summary_of(lines, names, refused.values()), replaced))
+        merged.append(Merged(label, summary_of(lines, names, refused.values()), replaced, lines))
     return merged
 
 
@@ -110,7 +111,7 @@ def tables_of(merged: Merged) -> list[Table]:
     scores = [row for row in metrics["cells"] if row["measure"] == SCORE]
     others = [row for row in metrics["cells"] if row["measure"] != SCORE]
     for length in sorted({row["length"] for row in metrics["cells"]}):
-        title = f"{merged.label}, {_length(length)}"
+        title = titled(merged.label, length)
         means = [row for row in metrics["overall"] if row["length"] == length and len(row["tasks"]) > 1]
         if means:
             most = max((row["tasks"] for row in means), key=len)
@@ -118,12 +119,12 @@ def tables_of(merged: Merged) -> list[Table]:
             note = f"Mean over {', '.join(most)}. Intervals draw samples anew within each task."
             found.append(_scores(f"RULER: {title}", rows, 1.0, [note]))
         here = [row for row in scores if row["length"] == length]
-        names, ways = _unique(row["task"] for row in here), _budgets(here)
+        names, ways = unique(row["task"] for row in here), budgets_of(here)
         for some in [names] if len(names) * len(ways) <= MOST_COLUMNS else [[name] for name in names]:
             if some:
                 what = some[0] if len(some) == 1 else "Scores"
                 found.append(_scores(f"{what}: {title}", [row for row in here if row["task"] in some], 100.0, []))
-        for name in _unique(row["task"] for row in others if row["length"] == length):
+        for name in unique(row["task"] for row in others if row["length"] == length):
             some = [row for row in others if (row["task"], row["length"]) == (name, length)]
             found.append(_measures(f"{name}, measures: {title}", some))
     return found
@@ -131,9 +132,9 @@ def tables_of(merged: Merged) -> list[Table]:
 
 def _scores(title: str, rows: list[dict], scale: float, notes: list[str]) -> Table:
     """Rows policies, columns task x budget; what evicts nothing stands in every column of its task."""
-    budgets, names = _budgets(rows), _unique(row["task"] for row in rows)
+    budgets, names = budgets_of(rows), unique(row["task"] for row in rows)
     columns = [(name, budget) for name in names for budget in budgets]
-    policies = sorted(_unique(row["policy"] for row in rows), key=lambda policy: policy != FULL)
+    policies = sorted(unique(row["policy"] for row in rows), key=lambda policy: policy != FULL)
     at = {(row["task"], row["budget"], row["policy"]): row for row in rows}
     head, lines = ["policy"], [[Entry(policy)] for policy in policies]
     for name, budget in columns:
@@ -151,31 +152,39 @@ def _scores(title: str, rows: list[dict], scale: float, notes: list[str]) -> Tab
 def _score(row: dict, scale: float, counted: bool) -> str:
     text = f"{scale * row['mean']:.1f}"
     if row["difference_low"] is not None:
-        text += f" ({scale * row['difference_low']:+.1f} to {scale * row['difference_high']:+.1f})"
+        text += f" ({span(row, 'difference', scale, '+.1f')})"
     elif row["low"] is not None:
         text += f" [{scale * row['low']:.1f}, {scale * row['high']:.1f}]"
     return text + (f", n = {row['n']}" if counted else "")
 
 
+def span(row: dict, name: str, scale: float, form: str) -> str:
+    """The interval of a row's difference of that name, signed."""
+    return " to ".join(format(scale * row[f"{name}_{end}"], form) for end in ("low", "high"))
+
+
 def _measures(title: str, rows: list[dict]) -> Table:
     """Rows policies with their budgets, columns measures."""
-    names, ways = _unique(row["measure"] for row in rows), _unique((row["policy"], row["budget"]) for row in rows)
+    names, ways = unique(row["measure"] for row in rows), unique((row["policy"], row["budget"]) for row in rows)
     at = {(row["measure"], row["policy"], row["budget"]): row for row in rows}
     lines = []
     for policy, budget in sorted(ways, key=lambda way: way[0] != FULL):
         cells = [at.get((name, policy, budget)) for name in names]
-        counts = _unique(str(row["n"]) for row in cells if row)
+        counts = unique(str(row["n"]) for row in cells if row)
         entries = [Entry(measured(row), row["grey"]) if row else Entry("-") for row in cells]
         lines.append([Entry(policy if budget == FULL else f"{policy}, {budget}"), Entry(", ".join(counts)), *entries])
     head = ["policy", "n", *(f"{name} ({UNITS[name]})" if name in UNITS else name for name in names)]
     grey = any(entry.grey for line in lines for entry in line)
-    notes = ["Means with their 95 % bootstrap intervals.", *([f"In italics: {GREY}."] if grey else [])]
+    notes = [BRACKETS.replace("Means x100", "Means"), *([f"In italics: {GREY}."] if grey else [])]
     return Table(title, head, lines, notes)
 
 
 def measured(row: dict) -> str:
-    """A cell's mean with its interval, in the measure's own unit."""
-    return f"{row['mean']:.3g}" + ("" if row["low"] is None else f" [{row['low']:.3g}, {row['high']:.3g}]")
+    """A cell's mean in the measure's own unit, with the interval of its difference to the full cache, else its own."""
+    text = f"{row['mean']:.3g}"
+    if row["difference_low"] is not None:
+        return f"{text} ({span(row, 'difference', 1.0, '+.3g')})"
+    return text if row["low"] is None else f"{text} [{row['low']:.3g}, {row['high']:.3g}]"
 
 
 def markdown(tables: list[Table]) -> str:
@@ -201,19 +210,21 @@ def _escaped(text: str) -> str:
     return text.replace("|", "\\|").replace("*", "\\*").replace("\n", " ")
 
 
-def _unique(values: Iterable) -> list:
+def unique(values: Iterable) -> list:
+    """Each value once, in the order of first appearance."""
     return list(dict.fromkeys(values))
 
 
-def _budgets(rows: list[dict]) -> list[str]:
+def budgets_of(rows: list[dict]) -> list[str]:
     """Budgets from the smallest share of the prompt on; without the full cache's, if there is another one."""
     shares = {row["budget"]: row["share"] for row in rows}
     found = sorted(shares, key=shares.get)
     return [budget for budget in found if budget != FULL] or found
 
 
-def _length(length: int) -> str:
-    return f"{length:,} tokens" if length else "lengths as the data have them"
+def titled(text: str, length: int) -> str:
+    """A title with the length of its samples."""
+    return f"{text}, " + (f"{length:,} tokens" if length else "lengths as the data have them")
 
 
 def _when(run: Run) -> str:
