@@ -12,8 +12,8 @@ from kvpatch.calibration import observing, prompts, trials
 from kvpatch.policy import Policy, resolve
 from kvpatch.ranking import Blend
 
-COUNTS, SHARES, LEASTS, CLOSING = (2, 4, 8), (0.5, 0.75), (0.005, 0.01, 0.02), 5
-NEEDLE_BUDGETS, PROSE_BUDGETS = (0.03, 0.02), (0.1, 0.03)
+COUNTS, SHARES, LEASTS, CLOSING = (2, 4, 8), (0.5, 0.75), (0.01, 0.02, 0.04), 5
+NEEDLE_BUDGETS, PROSE_BUDGETS = (0.03, 0.02), (0.03, 0.02)
 LEAST_SOLVED = 6
 FINALISTS = 6  # candidates whose prose is tried too
 
@@ -21,12 +21,12 @@ FINALISTS = 6  # candidates whose prose is tried too
 @dataclass(frozen=True)
 class Effort:
     """How much is looked at. observed: prompts whose attention is read.   tried: prompts that policies answer.
-    texts, forced: of prose, and tokens of each that are fed.   length: tokens of a prompt.   batch: rows."""
+    texts, forced: of prose, and tokens of their continuations.   length: tokens of a prompt.   batch: rows."""
 
     observed: int = 32
     tried: int = 16
     texts: int = 8
-    forced: int = 48
+    forced: int = 64
     length: int = 1024
     batch: int = 8
 
@@ -108,7 +108,7 @@ def _tried(model, tokenizer, candidates: list[Policy], effort: Effort, seeds: It
     needle_ways = [("full", None)] + [(one, trials.share(x)) for one in candidates for x in NEEDLE_BUDGETS]
     batches = -(-effort.tried // effort.batch)
     finalists = min(FINALISTS, len(candidates) - 1) + 1
-    total, done = batches * len(needle_ways) + finalists * len(PROSE_BUDGETS) + 1, 0
+    total, done = batches * len(needle_ways) + finalists * len(PROSE_BUDGETS) + 2, 0
 
     def one_done() -> None:
         nonlocal done
@@ -125,9 +125,9 @@ def _tried(model, tokenizer, candidates: list[Policy], effort: Effort, seeds: It
         kept = [((one & full).sum() / full.sum().clamp_min(1)).item() for one in others]
         needles = _by_policy(kept, len(NEEDLE_BUDGETS))
         left = _finalists(candidates, needles)
-        texts = [needle.prose(effort.length + effort.forced, tokenizer, next(seeds)) for _ in range(effort.texts)]
+        texts = [needle.prose(effort.length, tokenizer, next(seeds)) for _ in range(effort.texts)]
         prose_ways = [(candidates[number], trials.share(x)) for number in left for x in PROSE_BUDGETS]
-        apart = trials.divergences(handle, tokenizer, torch.stack(texts), effort.length, prose_ways, one_done)
+        apart = trials.divergences(handle, tokenizer, torch.stack(texts), effort.forced, prose_ways, one_done)
     nats = _by_policy([one.mean().item() for one in apart], len(PROSE_BUDGETS))
     return [Outcome(candidates[n], needles[n], apart) for n, apart in zip(left, nats, strict=True)]
 

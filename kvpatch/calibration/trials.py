@@ -32,20 +32,23 @@ def hits(handle, tokenizer, hidden: list[needle.Needle], ways: list[tuple], tick
 
 
 @torch.no_grad()
-def divergences(handle, tokenizer, texts: Tensor, prompt: int, ways: list[tuple], tick: Callable[[], None]):
-    """KL(full || way) of the next token in nats, mean over each text: [texts] a way.
+def divergences(handle, tokenizer, texts: Tensor, forced: int, ways: list[tuple], tick: Callable[[], None]):
+    """KL(full || way) of the next token in nats on the full cache's own continuation, mean over each text: [texts] a way.
+
+    Its own, because that is where a policy runs: fed the text that follows in the document, the same policies come out
+    in another order.
 
     Args:
-        texts: [texts, prompt + forced] int64.   prompt: tokens that are read at once.
+        texts: [texts, tokens] int64, read at once.   forced: tokens of the continuation, which are fed to each way.
         ways: (policy, budget) pairs that evict.
     """
-    texts = texts.to(handle.model.device)
-    tokens = texts[:, prompt:]
-    with Reading(handle, tokenizer, texts[:, :prompt]) as reading:
+    with Reading(handle, tokenizer, texts.to(handle.model.device)) as reading:
+        tokens = reading.continuation(forced, tokenizer.eos_token_id)
+        tick()
 
         def feed(policy, budget, expected) -> Feeding:
-            feeding = Feeding(prompt, tokens, expected)
-            reading.generate(policy, budget, tokens.shape[1], feeding)
+            feeding = Feeding(texts.shape[1], tokens, expected)
+            reading.generate(policy, budget, forced, feeding)
             tick()
             return feeding
 
