@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvpatch.budget import Budget
     from kvpatch.cache import SlotCache
+    from kvpatch.compression.prompt import Prompt
+    from kvpatch.compression.rule import Prefill, list_methods, register_method
     from kvpatch.errors import BackendError, CaptureError, KVPatchError, UnsupportedModelError, VerificationError
     from kvpatch.patching import Patch, explain, patch, patched, unpatch
-    from kvpatch.policy import Policy, list_policies
+    from kvpatch.policy import Policy, list_policies, list_prefill
     from kvpatch.ranking import Blend
     from kvpatch.scoring import Scene, list_scorers, register_scorer
 
@@ -16,12 +18,15 @@ __version__ = "0.1.0"
 _HOMES = {
     "kvpatch.budget": ("Budget",),
     "kvpatch.cache": ("SlotCache",),
+    "kvpatch.compression.prompt": ("Prompt",),
+    "kvpatch.compression.rule": ("Prefill", "list_methods", "register_method"),
     "kvpatch.errors": ("BackendError", "CaptureError", "KVPatchError", "UnsupportedModelError", "VerificationError"),
     "kvpatch.patching": ("Patch", "explain", "patch", "patched", "unpatch"),
-    "kvpatch.policy": ("Policy", "list_policies"),
+    "kvpatch.policy": ("Policy", "list_policies", "list_prefill"),
     "kvpatch.ranking": ("Blend",),
     "kvpatch.scoring": ("Scene", "list_scorers", "register_scorer"),
 }
+_MODULES = ("compat",)
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "BackendError",
@@ -31,15 +36,20 @@ __all__ = [
     "KVPatchError",
     "Patch",
     "Policy",
+    "Prefill",
+    "Prompt",
     "Scene",
     "SlotCache",
     "UnsupportedModelError",
     "VerificationError",
     "explain",
+    "list_methods",
     "list_policies",
+    "list_prefill",
     "list_scorers",
     "patch",
     "patched",
+    "register_method",
     "register_scorer",
     "unpatch",
 ]
@@ -47,6 +57,8 @@ __all__ = [
 
 def __getattr__(name: str):
     # torch and transformers are imported with the first name that needs them: `kvpatch --help` needs none.
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(_HOME_OF[name]), name)

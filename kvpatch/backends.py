@@ -166,7 +166,7 @@ def _begin(ledger: slots.Ledger, policy: Policy) -> None:
         ledger.length,
         ledger.newest,
         ledger.active,
-        policy.evicts,
+        policy.trims,
         policy.new_token == "mean",
     )
 
@@ -187,7 +187,7 @@ def _finish(ledger: slots.Ledger, policy: Policy, scored: tuple[int, ...]) -> No
         ledger.newest,
         ledger.active,
         list(ledger.rows[:5]),
-        policy.evicts,
+        policy.trims,
         bool(policy.sinks or policy.recent or policy.reserve),
         scored[0] if scored and policy.coupling == "uniform" else 0,
         policy.aggregation,

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from kvpatch.cachelayer import heads_of
+from kvpatch.compression.rule import Prefill
 from kvpatch.demo import cache_folder
 from kvpatch.policy import OF_MODEL as NAME
 from kvpatch.policy import Policy, resolve
@@ -47,8 +48,10 @@ class Profile:
     def to_dict(self) -> dict:
         """As it stands in the file."""
         fields = _changed(self.policy, Policy(name=NAME))
-        blend = fields.pop("blend", None)
+        blend, prefill = fields.pop("blend", None), fields.pop("prefill", None)
         found = {"model": self.model, "policy": fields}
+        if prefill is not None:
+            found["prefill"] = _changed(prefill, Prefill())
         if blend is not None:
             found["blend"] = _changed(blend, Blend()) | {"share": blend.share}
         return found | {"measured": self.measured}
@@ -72,6 +75,8 @@ class Profile:
             fields = dict(given["policy"])
             if "blend" in given:
                 fields["blend"] = Blend(**given["blend"])
+            if "prefill" in given:
+                fields["prefill"] = Prefill(**given["prefill"])
             return cls(dict(given["model"]), Policy(**{"name": NAME} | fields), given.get("measured", {}), Path(path))
         except OSError as error:
             raise ProfileError(f"profile {path} can't be read: {error.strerror or error}") from error

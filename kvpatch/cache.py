@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from kvpatch import attention, backends, moving, scoring, selection, slots, turns
+from kvpatch import attention, backends, cutting, moving, scoring, selection, slots, turns
 from kvpatch.budget import UNSET
-from kvpatch.cachelayer import SlotLayer, heads_of, site_of, windows_of
+from kvpatch.cachelayer import LayerWatch, SlotLayer, heads_of, site_of, windows_of
+from kvpatch.compression import rule as compression
+from kvpatch.compression import watch as watching
 from kvpatch.policy import settle
 from kvpatch.rows import HEADROOM, at_most, row_lengths, slots_read
 from kvpatch.state import State
@@ -40,6 +42,7 @@ class SlotCache(Cache):
     def __init__(self, config, policy="inertia-lazy", budget=UNSET, max_new_tokens=None, *, backend="auto", **fields):
         self.policy, self.budget = settle(policy, budget, fields)
         attention.check_name(backend)
+        self.policy.check_backend(backend)
         self.asked, self.backend, self.site = backend, None, None
         text = config.get_text_config(decoder=True)
         super().__init__(layers=[SlotLayer(self, index) for index in range(text.num_hidden_layers)])
@@ -55,7 +58,10 @@ class SlotCache(Cache):
         self._scorers = tuple(scoring.scorer(ranking.scorer) for ranking in rankings)
         self.config = text
         self.attends: dict[tuple, Callable] = {}  # (rankings that a layer scores for, its window) -> its attention
-        self._kept: slots.Buffers | None = None
+        self.kept: slots.Buffers | None = None
+        self.needs = self.policy.prefill.needs if self.compresses else watching.Needs()
+        self.noted = self.needs  # what is noted while the prompt is read; other policies' needs too where they share it
+        self.rotary = None  # the model's, where a method asks for it
         self.stepper = None  # runs decode steps in place of the base model's forward, in transformers' own loop
         self.before_move = _nothing  # called before buffers are moved or given back: let go of them
         self.before_drop = _nothing  # called before buffers that steps ran over are given back for good
@@ -64,12 +70,14 @@ class SlotCache(Cache):
     def _forget(self) -> None:
         self.before_move()
         self.phase = "empty"  # then "prefill", "decode"
+        self.current_end = 0  # slots that the block being read fills up to
         self.columns = 0  # tokens consumed, pads included
         self.stored = 0  # slots that the prompt fills so far, with what was held before it
         self.step = 0  # decode steps begun since the last prompt
         self.scores = False  # whether the current step scores
         self.seen: list[int] = []  # tokens of each row, and how many of them are held,
         self.before: list[int] = []  # when its current prompt began: empty for the first one
+        self.whole: list[int] = []  # tokens of each row's whole prompt while it is read a block at a time
         self.prompt: list[int] = []  # tokens of each row when its prompt ends, without pads
         self.entries: list[int] = []  # tokens held then
         self.budgets: list[int | None] = []  # budget per row in tokens
@@ -78,6 +86,8 @@ class SlotCache(Cache):
         self.planned = 0  # slots that this generation needs, 0 while unknown
         self.expect_prompt = False  # a block of one token is still prompt
         self.mask: Tensor | None = None
+        self.ahead = 0  # tokens that may come after the prompt and that room is made for
+        self.watch: watching.Watch | None = None  # of the prompt that is read
         self.logits: Tensor | None = None  # [B, V] after a prompt that was read ahead of the generation
         self.current: slots.Buffers | None = None
         self.state: State | None = None
@@ -127,16 +137,33 @@ class SlotCache(Cache):
         nothing = [0] * len(lengths)
         self.prompt = [sum(pair) for pair in zip(self.seen or nothing, lengths, strict=True)]
         self.entries = [sum(pair) for pair in zip(self.before or nothing, lengths, strict=True)]
-        self.budgets = [self.budget.tokens(length) if self.policy.evicts else None for length in self.prompt]
-        for budget in self.budgets:
+        whole = self.whole or self.prompt
+        self.budgets = [self.budget.tokens(length) if self.policy.evicts else None for length in whole]
+        for length, budget in zip(whole, self.budgets, strict=True):
             if budget is not None:
                 self.policy.protected(budget)
+                if self.compresses and budget < length:
+                    self.policy.prefill.protected(budget)
         # Of a window that every layer has, its last position is not met again when the step is done.
-        self.limits = [at_most(self.window - 1, budget) if self.window else budget for budget in self.budgets]
+        held = self.budgets if self.policy.trims else [None] * len(lengths)
+        self.limits = [at_most(self.window - 1, budget) if self.window else budget for budget in held]
         if new_tokens is not None:
-            ahead = min(new_tokens, HEADROOM)
-            rows = zip(self.entries, self.limits, strict=True)
-            self.planned = 1 + max(at_most(length + ahead, limit) for length, limit in rows)
+            self.ahead = min(new_tokens, HEADROOM)
+            left = self.entries
+            if self.compresses:
+                left = [at_most(*pair) for pair in zip(left, self.budgets, strict=True)]
+            # How much a cut leaves in the fullest head is known beforehand only if all are cut alike.
+            self.planned = 0 if self.compresses and not self.policy.prefill.even else self.room(left)
+
+    @property
+    def compresses(self) -> bool:
+        """Whether the prompt is cut before anything is decoded."""
+        return self.policy.prefill is not None and self.budget.evicts
+
+    def room(self, entries: list[int]) -> int:
+        """Slots that the fullest of rows with so many entries needs from now on."""
+        rows = zip(entries, self.limits, strict=True)
+        return 1 + max(at_most(length + self.ahead, limit) for length, limit in rows)
 
     def begin_forward(self, query: int, mask: Tensor | None) -> None:
         """Decide what a forward over `query` tokens is: a block of a prompt, or a decode step."""
@@ -151,6 +178,8 @@ class SlotCache(Cache):
             if mask is not None and mask.ndim != 2:
                 raise ValueError(f"attention_mask must be [batch, length] with a SlotCache, got {list(mask.shape)}")
             self.mask = mask
+            if self.watch is None and self.noted.anything:
+                self.watch = watching.Watch(self.noted, len(self.layers))
         else:
             self.begin_step()
 
@@ -170,16 +199,37 @@ class SlotCache(Cache):
         end = self.stored + k.shape[2]
         if self.current is None:
             self.choose_backend(site_of(self.config, k.device, k.dtype, k.shape[3]))
-            self._shape = slots.Shape.of(self.policy, len(self.layers), k)
+            self.shape = slots.Shape.of(self.policy, len(self.layers), k)
             self.current = self._buffers(k.shape[0], max(end, self.columns_expected()) + 1)
         elif self.current.capacity <= end:
             self._grow(end + 1)
         self.current.add_layer(layer)
         self.note_bytes()
+        self.current_end = end
         keys, values = self.current.keys[layer], self.current.values[layer]
         keys[:, :, self.stored : end] = k
         values[:, :, self.stored : end] = v
         return keys[:, :, :end], values[:, :, :end]
+
+    def watch_for(self, rules: Sequence[compression.Prefill]) -> None:
+        """Note what these methods need too; before a prompt is read."""
+        for rule in rules:
+            self.noted = self.noted | rule.needs
+
+    def layer_watch(self, layer: int) -> LayerWatch | None:
+        """What wants to see a layer's queries of the prompt; None while decoding, or where nothing does."""
+        if self.phase != "prefill" or self.watch is None:
+            return None
+        return LayerWatch(self, layer)
+
+    def note_queries(self, layer: int, queries: Tensor, raw: Tensor | None, scale: float, output) -> None:
+        """A layer's queries of the block that it has just stored; see `Watch.note`."""
+        if self.watch.needs.output:
+            self.watch.outputs[layer] = output
+        end = self.current_end
+        valid = turns.valid(self, end - max(self.before, default=0))
+        keys, reach = self.current.keys[layer][:, :, :end], self.windows[layer]
+        self.watch.note(layer, queries, raw, keys, valid, scale, reach)
 
     def take_prompt(self, source: "SlotCache", shape: slots.Shape) -> None:
         """Copy what another cache has read, before anything is cut; while nothing is held.
@@ -187,13 +237,15 @@ class SlotCache(Cache):
         Args:
             shape: that of the buffers to copy into.
         """
-        self._shape = shape
+        self.shape = shape
         self.current = slots.Buffers(shape, source.current.batch, source.current.capacity)
         for layer in range(shape.layers):
             self.current.keys[layer] = source.current.keys[layer].clone()
             self.current.values[layer] = source.current.values[layer].clone()
         self.phase, self.columns, self.stored = source.phase, source.columns, source.stored
         self.fed, self.mask, self.logits = source.fed, source.mask, source.logits
+        self.rotary, self.noted = source.rotary, source.noted
+        self.watch = None if source.watch is None else source.watch.copy()
         self.note_bytes()
 
     def read_lengths(self, columns: int) -> list[int]:
@@ -238,36 +290,36 @@ class SlotCache(Cache):
     def _buffers(self, batch: int, needed: int) -> slots.Buffers:
         """Buffers with room for `needed` slots now: the kept ones where the whole generation fits there."""
         whole = max(needed, self.planned)
-        kept = self._kept
-        if kept is not None and (kept.batch != batch or kept.shape != self._shape):
-            self._drop()
+        kept = self.kept
+        if kept is not None and (kept.batch != batch or kept.shape != self.shape):
+            self.drop_kept()
         elif kept is not None and kept.capacity >= whole:
             return kept
         if self.planned >= needed:  # nothing large will be cut: prefill straight into the slots
-            self._drop()
-            self._kept = self.allocate(batch, whole)
-            return self._kept
+            self.drop_kept()
+            self.kept = self.allocate(batch, whole)
+            return self.kept
         return self.allocate(batch, needed)
 
-    def _drop(self) -> None:
+    def drop_kept(self) -> None:
         """Give the kept buffers back."""
-        if self._kept is not None:
+        if self.kept is not None:
             self.before_drop()
-            self._kept = None
+            self.kept = None
 
     def reserve(self, batch: int) -> None:
         """Allocate what the generation, which is planned, will decode in, before its prompt is there."""
         site, heads = self.site, heads_of(self.config)[1]
-        self._shape = slots.Shape.at(self.policy, len(self.layers), heads, site.width, site.dtype, site.device)
+        self.shape = slots.Shape.at(self.policy, len(self.layers), heads, site.width, site.dtype, site.device)
         kept = self._buffers(batch, self.planned)
-        for layer in range(self._shape.layers):
+        for layer in range(self.shape.layers):
             kept.add_layer(layer)
         self.note_bytes()
 
     @property
     def decoded_in(self) -> slots.Buffers | None:
         """The buffers that decode steps run over: those held, or before a prompt the reserved ones."""
-        return self._kept if self.phase == "empty" else self.current
+        return self.kept if self.phase == "empty" else self.current
 
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[None]:
@@ -282,8 +334,8 @@ class SlotCache(Cache):
         scores, active = self.scores, None
         try:
             if empty:
-                nothing = torch.ones(self._kept.batch, dtype=torch.int64, device=self._kept.shape.device)
-                self.current = self._kept
+                nothing = torch.ones(self.kept.batch, dtype=torch.int64, device=self.kept.shape.device)
+                self.current = self.kept
                 self.state = State(
                     self.current, selection.Rows(*[nothing] * len(selection.Rows._fields)), nothing, self.window
                 )
@@ -300,13 +352,13 @@ class SlotCache(Cache):
                 self.phase, self.current, self.state = "empty", None, None
 
     def allocate(self, batch: int, needed: int) -> slots.Buffers:
-        return slots.Buffers(self._shape, batch, slots.round_up(needed))
+        return slots.Buffers(self.shape, batch, slots.round_up(needed))
 
     def note_bytes(self, *more: slots.Buffers) -> None:
         self.stats.note_bytes(self._live_bytes(*more))
 
     def _live_bytes(self, *more: slots.Buffers) -> int:
-        live = {id(buffers): buffers.nbytes for buffers in (self._kept, self.current, *more) if buffers is not None}
+        live = {id(buffers): buffers.nbytes for buffers in (self.kept, self.current, *more) if buffers is not None}
         return sum(live.values())
 
     def end_prompt(self) -> None:
@@ -317,7 +369,7 @@ class SlotCache(Cache):
     def end_prefill(self) -> None:
         """The prompt is complete: squeeze pads out and open the books."""
         self.logits = None
-        batch, device = self.current.batch, self._shape.device
+        batch, device = self.current.batch, self.shape.device
         block = self.stored - max(self.before, default=0)
         if not self.entries:
             lengths = [block] * batch if self.mask is None else row_lengths(self.mask[:, -block:], bool(self.before))
@@ -338,7 +390,11 @@ class SlotCache(Cache):
         rows = selection.Rows(*rows, prompt, torch.tensor(blended, device=device))
         self.state = State(self.current, rows, entries, self.window)
         self.phase = "decode"
-        self.stats.note_rows(self.prompt, self.entries, self.limits)
+        read = sum(self.entries)
+        if self.compresses:
+            cutting.by_method(self, valid)
+        self.watch = None
+        self.stats.note_rows(self.prompt, self.entries, self.limits, read - sum(self.entries))
 
     # ---- decode steps ------------------------------------------------------------------------------------------
 
@@ -403,36 +459,8 @@ class SlotCache(Cache):
         if self.step == 1:
             rows = zip(self.entries, self.limits, strict=True)
             if max(length + 1 - at_most(length + 1, limit) for length, limit in rows) > 1:
-                self._cut()
+                cutting.first_step(self)
         self.stats.note_step(self.scores, self.step, self.entries, self.limits)
-
-    def _cut(self) -> None:
-        """Cut every row to its budget, moving one layer at a time into the slots and freeing its prompt."""
-        self.let_go()
-        source, state = self.current, self.state
-        n = state.ledger.index.shape[0]
-        held = max(at_most(length + 1, limit) for length, limit in zip(self.entries, self.limits, strict=True))
-        utility, positions = source.utility[..., :n], source.positions[..., :n]
-        valid = state.may_stay(positions)
-        shielded = selection.protected(positions, state.newest, state.rows) & valid
-        if self.policy.blend is not None:
-            large = valid.sum(-1, keepdim=True) - selection.per_row(state.rows.budget) > 1
-            closed = selection.closed(utility[1], valid, self.policy.blend.closing)
-            utility[1] = torch.where(large, closed, utility[1])
-            shielded |= selection.best(utility[1], positions, valid, state.rows.blended, self.policy.blend.least)
-        keep = selection.first_cut(utility[0], valid, shielded, positions, state.rows.budget, self.policy.rescue)
-        target = source
-        if source is not self._kept:
-            needed = max(self.planned, held + 1)
-            if self._kept is None or self._kept.capacity < needed:
-                self._drop()
-                self._kept = self.allocate(source.batch, needed)
-            target = self._kept
-        moving.cut(source, target, selection.kept_order(keep, held), self.note_bytes)
-        state.shorten(keep.sum(-1))
-        self.current = target
-        self.note_bytes()
-        state.bind(target)
 
     def let_go(self) -> None:
         """Hold no view of the buffers, so that a layer's memory is free as soon as it has moved."""
@@ -451,7 +479,7 @@ class SlotCache(Cache):
         new = self.allocate(old.batch, max(needed, min(2 * old.capacity, most)))
         moving.move(old, new, lambda: self.note_bytes(new))
         if self.phase == "decode":
-            self._kept = new  # while a prompt is read, larger buffers are cut from, and the kept ones cut into
+            self.kept = new  # while a prompt is read, larger buffers are cut from, and the kept ones cut into
         self.current = new
         if self.phase == "decode":
             self.state.bind(new)
@@ -462,14 +490,21 @@ class SlotCache(Cache):
         """Original positions held between steps: [layers, B, G, slots] int64, -1 for an empty slot."""
         if self.phase != "decode":
             if self.phase == "prefill" and self.current is not None and not self.expect_prompt:
-                self.end_prompt()
+                self._end_prompt_or_reset()
             else:
                 raise RuntimeError(
                     "nothing is held: no prompt has been read to its end since the cache was made or reset"
                 )
         n = max(1, int(self.state.length.max()))
         positions = torch.where(self.state.held(n), self.current.positions[..., :n], -1)
-        return positions.expand(len(self.layers), -1, self._shape.kv_heads, -1).clone()
+        return positions.expand(len(self.layers), -1, self.shape.kv_heads, -1).clone()
+
+    def _end_prompt_or_reset(self) -> None:
+        try:
+            self.end_prompt()
+        except BaseException:
+            self.reset()
+            raise
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row b goes on from what row beam_idx[b] holds, as beam search asks for; all tensors keep their places.
@@ -484,6 +519,8 @@ class SlotCache(Cache):
             tensor.copy_(tensor.index_select(dim, beam_idx))
         if self.state is not None:
             self.state.reorder(beam_idx)
+        if self.watch is not None:
+            self.watch.reorder(beam_idx)
         for name in ("mask", "fed"):
             tensor = getattr(self, name)
             setattr(self, name, None if tensor is None else tensor.index_select(0, beam_idx.to(tensor.device)))
@@ -511,7 +548,7 @@ class SlotCache(Cache):
         """Give all memory back."""
         self._forget()
         self.before_drop()
-        self._drop()
+        self.drop_kept()
         self.note_bytes()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -31,6 +31,26 @@ def site_of(config, device: torch.device, dtype: torch.dtype, width: int) -> Sit
     return Site(device, dtype, heads // groups, width, any(windows_of(config)))
 
 
+class LayerWatch:
+    """What a layer of the model shows its queries to while it reads a prompt.
+
+    Attributes:
+        raw, output: whether queries before RoPE and the output projection's weight are wanted.
+    """
+
+    def __init__(self, cache, layer: int):
+        self.cache, self.layer = cache, layer
+        self.raw, self.output = cache.watch.needs.law, cache.watch.needs.output
+
+    def columns(self, block: int) -> int:
+        """How many of a block's last columns are wanted; in a later turn pads may lie before and behind any token."""
+        return block if self.cache.before else self.cache.watch.columns(block)
+
+    def note(self, queries: Tensor, raw: Tensor | None, scale: float, output: Tensor | None) -> None:
+        """Take the queries [B, H, columns, D] of those columns, after RoPE and before."""
+        self.cache.note_queries(self.layer, queries, raw, scale, output)
+
+
 class SlotLayer(CacheLayerMixin):
     """One layer of a `SlotCache`, as transformers' `Cache` expects it."""
 

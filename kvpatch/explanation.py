@@ -16,7 +16,7 @@ class Explanation:
     host_loop: what a generate call may ask for that transformers' own loop has to run, and what runs inside it.
     bytes_per_token: keys and values of one held token over all layers.
     bytes_per_row: what a row's keys and values come to, the free slot and rounding included; for a share of the prompt,
-        of 1,000 prompt tokens.
+        of 1,000 prompt tokens.   growth: what comes on top, in words.
     """
 
     model: str
@@ -33,13 +33,14 @@ class Explanation:
     bytes_per_token: int
     bytes_per_row: int | None
     bytes_per_row_of: str
+    growth: str = ""
 
     @classmethod
     def of(cls, handle) -> "Explanation":
         """The explanation of a handle's model."""
         model, policy, parts = handle.model, handle.policy, handle.parts
         scoring = {index for ranking in policy.rankings for index in ranking.scoring_layers(len(parts.layers))}
-        scores = policy.evicts and handle.budget.evicts
+        scores = policy.trims and handle.budget.evicts
         kinds = [
             f"layer {index}: {handle.backend}, "
             + ("scores on scoring steps" if scores and index in scoring else "never scores")
@@ -58,7 +59,7 @@ class Explanation:
             backend=handle.backend,
             backend_reason=handle.backend_reason,
             **_loop(handle),
-            prefill=f"the model's own forward ({prefill_kernel(model)}), then one full-length first step",
+            prefill=f"the model's own forward ({prefill_kernel(model)}), {_cut(policy)}",
             host_loop=_by_token(handle)
             | {
                 "num_beams": "the same steps inside transformers' beam search",
@@ -69,6 +70,7 @@ class Explanation:
             bytes_per_token=per_token,
             bytes_per_row=None if tokens is None else round_up(tokens + 1) * per_token,
             bytes_per_row_of="any prompt" if fixed else "a prompt of 1,000 tokens",
+            growth=", and all that is generated: the budget does not bound it" if policy.grows else "",
         )
 
     def to_dict(self) -> dict:
@@ -81,7 +83,7 @@ class Explanation:
         promised = (
             "grows with every token: nothing is evicted"
             if self.bytes_per_row is None
-            else f"{self.bytes_per_row / 2**20:.1f} MiB a row for {self.bytes_per_row_of}"
+            else f"{self.bytes_per_row / 2**20:.1f} MiB a row for {self.bytes_per_row_of}{self.growth}"
         )
         return "\n".join(
             (
@@ -94,6 +96,13 @@ class Explanation:
                 f"cache      {promised} ({self.bytes_per_token:,} bytes a token)",
             )
         )
+
+
+def _cut(policy) -> str:
+    """What becomes of the prompt, in words."""
+    if policy.prefill is None:
+        return "then one full-length first step"
+    return f"then it is cut by {policy.prefill.name!r}, before anything is decoded"
 
 
 def _loop(handle) -> dict[str, str]:

@@ -137,6 +137,7 @@ class Runner:
         started = time.perf_counter()
         with cache.rehearsal():
             kept = [tensor.clone() for tensor in desk.mutable()]
+            desk.unfinished.fill_(False)  # a step's end would wake the rows that go on
             device = cache.site.device
             # What a warm-up draws must not move the caller's random numbers.
             with torch.random.fork_rng([device] if device.type == "cuda" else []):

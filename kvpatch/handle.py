@@ -7,7 +7,7 @@ import threading
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -77,9 +77,11 @@ class Patch:
             self._write(
                 module,
                 "forward",
-                patches.rewritten_forward(module.forward, self.architecture.project, self.keyword, _slots_of),
+                patches.rewritten_forward(
+                    module.forward, self.architecture.project, self.keyword, _slots_of, _watch_of
+                ),
             )
-        self._write(self.parts.base, "forward", _base_forward(self.parts.base.forward, self.keyword))
+        self._write(self.parts.base, "forward", _base_forward(self.parts.base.forward, self.keyword, self.parts.rotary))
         original = self.model.generate
 
         def generate(model, *args, **kwargs):
@@ -131,12 +133,16 @@ class Patch:
         finally:
             self.lock.release()
 
-    def read(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> SlotCache:
+    def read(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, policies: Sequence = ()
+    ) -> SlotCache:
         """Read a prompt and decode nothing: `fork` the cache as often as wanted and pass each fork to generate.
 
         Args:
             input_ids: [B, L] int64.
             attention_mask: [B, L], left-padded; None: no pads.
+            policies: names or policies that forks will have; those that cut the prompt by a method of its own
+                (`Policy.prefill`) have to be known before it is read.
 
         Returns:
             a cache under the handle's policy and budget, which holds the whole prompt and is the caller's.
@@ -147,7 +153,7 @@ class Patch:
         """
         from kvpatch import sharing  # which makes caches
 
-        return sharing.read(self, input_ids, attention_mask)
+        return sharing.read(self, input_ids, attention_mask, policies)
 
     def take_cache(self, given: SlotCache | None) -> SlotCache:
         """The cache of the next generation, empty: the caller's, or the handle's own. It counts in `stats`."""
@@ -334,14 +340,19 @@ def _slots_of(cache, layer: int):
     return cache.layer_slots(layer) if isinstance(cache, SlotCache) else None
 
 
-def _base_forward(original, keyword: str):
-    """The base model's forward, telling a SlotCache what kind of forward begins."""
+def _watch_of(cache, layer: int):
+    return cache.layer_watch(layer) if isinstance(cache, SlotCache) else None
+
+
+def _base_forward(original, keyword: str, rotary):
+    """The base model's forward, telling a SlotCache what kind of forward begins, and the model's rotary embedding."""
     signature = inspect.signature(original)
 
     def forward(self, *args, **kwargs):
         cache = next((value for value in (*kwargs.values(), *args) if isinstance(value, SlotCache)), None)
         if cache is None:
             return original(*args, **kwargs)
+        cache.rotary = rotary
         inputs = signature.bind_partial(*args, **kwargs).arguments
         tokens, mask = inputs.get("input_ids"), inputs.get("attention_mask")
         query = (tokens if tokens is not None else inputs["inputs_embeds"]).shape[1]

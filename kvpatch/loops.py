@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from kvpatch import turns
+from kvpatch import bounded, turns
 from kvpatch.ending import Desk, Ending, draw, why_host
 from kvpatch.prefill import read_prompt
 from kvpatch.rows import row_lengths
@@ -80,13 +80,17 @@ def _decode(handle, cache, call: "Call", model_kwargs):
     desk = None
     if runner is not None:
         desk = runner.desk(cache.site, batch, max(len(run.kinds) for run in schedule.runs()))
-        if cache.phase == "empty" and config.max_length - columns > 2:
+        if cache.phase == "empty" and cache.planned and config.max_length - columns > 2:
             # Before the prompt takes its memory, and while there is nothing to lose.
             cache.reserve(batch)
             runner.ready(cache, schedule.runs(), ending, desk)
     started = time.perf_counter()
     logits = cache.logits if columns == cache.columns else None
-    if logits is None:
+    if cache.compresses and cache.policy.prefill.block is not None:
+        logits = bounded.read(
+            model, handle.parts.base, handle.keyword, cache, input_ids, mask, config.max_length - columns - 1
+        )
+    elif logits is None:
         logits = read_prompt(
             model, handle.parts.base, handle.keyword, cache, input_ids, mask, positions, config.prefill_chunk_size
         )

@@ -33,7 +33,8 @@ def patch(
         policy: a name of `list_policies()` or a `Policy`.
         budget: tokens (int), a share of each row's prompt (float in (0, 1)), a `Budget`, or 1.0, None or "full" for no
             eviction. May be left out for policy "full" only.
-        prefill: reserved; must be None.
+        prefill: a name of `list_prefill()` or a `Prefill`: the prompt is cut by that method before anything is decoded,
+            and the policy goes on from there.
         profile: for policy "best", a file that `kvpatch calibrate` has written, in place of one that is looked for.
         backend: "auto", or a named attention back end, which raises where it can't run.
         compile: False runs every step eagerly.
@@ -53,18 +54,21 @@ def patch(
         VerificationError: if the rewritten attention differs from the model's own; the model is left as it was.
     """
     if prefill is not None:
-        raise ValueError(f"prefill={prefill!r}: prefill-time compression is not part of this release; leave it out")
+        policy_fields["prefill"] = prefill
     model = _inside(model)
     attention.check_name(backend)
     architecture = patches.find(model)
     policy, origin = _of_model(model, policy, profile)
     policy, budget = settle(policy, budget, policy_fields)
+    policy.check_backend(backend)
     _check_state(model)
     for ranking in policy.rankings:
         for layer in ranking.scoring_layers(model.config.num_hidden_layers):
             ranking.head_weights(layer, model.config.num_attention_heads)
     if isinstance(budget.value, int):
         policy.protected(budget.value)
+        if policy.prefill is not None:
+            policy.prefill.protected(budget.value)
     if ATTRIBUTE in model.__dict__:
         if not replace:
             raise ValueError(

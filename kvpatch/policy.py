@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvpatch.budget import UNSET, Budget
+from kvpatch.compression import rule as prompts
 from kvpatch.ranking import Blend, Ranking, is_int, one_of
 
 COUPLINGS = ("sequential", "uniform", "per_layer", "per_head")
@@ -35,6 +36,9 @@ class Policy:
         new_token: utility that a new token starts with: "mean" of the held entries' or "zero".
         blend: a second ranking with the same coupling and refresh, which keeps a share of the budget.
         seed: for the "random" scorer.
+        prefill: how the prompt is cut before anything is decoded, a name of `list_prefill()` or a `kvpatch.Prefill`;
+            None: the first decode step scores it whole, then it is cut.
+        grows: after that cut nothing is evicted: what is generated is kept.
         name: what reports call this policy.
         evicts: False for "full", which keeps everything.
 
@@ -59,6 +63,8 @@ class Policy:
     new_token: str = "mean"
     blend: Blend | None = None
     seed: int = 0
+    prefill: "str | prompts.Prefill | None" = None
+    grows: bool = False
 
     def __post_init__(self):
         one_of("coupling", self.coupling, COUPLINGS)
@@ -70,19 +76,66 @@ class Policy:
                 raise ValueError(f"{field} must be an int >= 0 or a float in [0, 1) (share of budget), got {value!r}")
         if not (is_int(self.seed) and abs(self.seed) < 2**32):
             raise ValueError(f"seed must be an int between -2**32 and 2**32, got {self.seed!r}")
-        for field in ("evicts", "rescue"):
+        for field in ("evicts", "rescue", "grows"):
             if not isinstance(getattr(self, field), bool):
                 raise ValueError(f"{field} must be True or False, got {getattr(self, field)!r}")
         if not isinstance(self.name, str):
             raise ValueError(f"name must be a str, got {self.name!r}")
         if self.blend is not None and not isinstance(self.blend, Blend):
             raise TypeError(f"blend must be a kvpatch.Blend or None, got {self.blend!r}")
+        self._check_prefill()
         own = Ranking(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Ranking)})
         for field in ("score_layers", "score_heads"):
             object.__setattr__(self, field, getattr(own, field))
         object.__setattr__(self, "_rankings", (own,) if self.blend is None else (own, self.blend))
         for ranking in self._rankings:
             ranking.check_coupling(self.coupling, self.refresh)
+
+    def _check_prefill(self) -> None:
+        rule = self.prefill
+        if isinstance(rule, str):
+            if rule not in prompts.PRESETS:
+                known = ", ".join(list_prefill())
+                raise ValueError(f"unknown prefill {rule!r}{_nearest(rule, prompts.PRESETS)}; known: {known}")
+            rule = prompts.PRESETS[rule]
+            object.__setattr__(self, "prefill", rule)
+        if rule is None:
+            if self.grows:
+                raise ValueError("grows=True needs prefill: without a cut of the prompt nothing would ever be evicted")
+            return
+        if not isinstance(rule, prompts.Prefill):
+            raise TypeError(f"prefill must be a name, a kvpatch.Prefill or None, got {rule!r}")
+        if not self.evicts:
+            raise ValueError(f"prefill={rule.name!r} with evicts=False, which keeps everything: leave prefill out")
+        finest = {"uniform": COUPLINGS, "pyramid": ("per_layer", "per_head"), "cake": ("per_layer", "per_head")}
+        fits = finest.get(rule.allocation, ("per_head",))
+        if self.coupling not in fits:
+            raise ValueError(
+                f"prefill={rule.name!r} shares its budget out by {rule.allocation!r}, which needs coupling "
+                f"{' or '.join(map(repr, fits))}, got {self.coupling!r}"
+            )
+        if not rule.even and not self.grows:
+            raise ValueError(
+                f"prefill={rule.name!r} leaves layers or heads different budgets, which eviction while decoding does "
+                "not keep: use grows=True, or a prefill with allocation='uniform'"
+            )
+
+    def check_backend(self, name: str) -> None:
+        """Whether an attention back end that was asked for by name can run this policy.
+
+        Raises:
+            ValueError: for FlashAttention where heads hold unlike numbers of entries: it knows one length a row.
+        """
+        if name == "flash" and self.prefill is not None and not self.prefill.even:
+            raise ValueError(
+                f"backend='flash' with prefill={self.prefill.name!r}, which leaves layers or heads different lengths: "
+                "use backend='auto'"
+            )
+
+    @property
+    def trims(self) -> bool:
+        """Whether decode steps evict."""
+        return self.evicts and not self.grows
 
     @property
     def rankings(self) -> tuple[Ranking, ...]:
@@ -99,7 +152,7 @@ class Policy:
 
     def scores_at(self, step: int) -> bool:
         """Whether decode step `step` (1, 2, ...) is a scoring step."""
-        if not self.evicts:
+        if not self.trims:
             return False
         return step == 1 if self.refresh == "once" else (step - 1) % self.refresh == 0
 
@@ -152,8 +205,55 @@ _PRESETS = {
         Policy("h2o-decode", aggregation="cumulative", coupling="per_head", recent=0.5),
         # Keys keep their original rotary positions.
         Policy("streaming-llm", scorer="recency", aggregation="single", sinks=4),
+        Policy("h2o", aggregation="cumulative", coupling="per_head", recent=0.5, new_token="zero", prefill="h2o"),
+        Policy(
+            "vatp",
+            scorer="value-mass",
+            aggregation="cumulative",
+            coupling="per_head",
+            sinks=20,
+            recent=0.5,
+            new_token="zero",
+            prefill="vatp",
+        ),
+        Policy("gkv", aggregation="peak", coupling="per_head", new_token="zero"),
+        Policy("keydiff", scorer="keydiff", aggregation="single", coupling="per_head"),
+        Policy("knorm", scorer="knorm", aggregation="single", coupling="per_head"),
+        Policy("recency", scorer="recency", aggregation="single"),
+        Policy("random", scorer="random", aggregation="single"),
+        # The prompt is cut by a method, and all that is generated is kept.
+        *(
+            Policy(name, coupling="per_head", prefill=name, grows=True)
+            for name in ("snapkv", "pyramidkv", "adakv", "cake", "criticalkv", "restkv", "expected-attention")
+        ),
     )
 }
+
+
+def list_prefill() -> list[str]:
+    """Names that `Policy(prefill=...)` accepts."""
+    return sorted(prompts.PRESETS)
+
+
+PAPERS = {
+    "inertia": "2609.03515",
+    "inertia-lazy": "2609.03515",
+    "score-free": "2609.03515",
+    "cumulative": "2609.03515",
+    "tova": "2401.06104",
+    "h2o": "2306.14048",
+    "h2o-decode": "2306.14048",
+    "streaming-llm": "2309.17453",
+    "vatp": "2406.12335",
+    "snapkv": "2404.14469",
+    "pyramidkv": "2406.02069",
+    "adakv": "2407.11550",
+    "cake": "2503.12491",
+    "criticalkv": "2502.03805",
+    "expected-attention": "2510.00636",
+    "keydiff": "2504.15364",
+    "knorm": "2406.11430",
+}  # arXiv
 
 
 def list_policies() -> list[str]:

@@ -46,7 +46,7 @@ class Schedule:
     @classmethod
     def of(cls, policy, evicts: bool, grouped: bool = True) -> "Schedule":
         """The schedule of a policy; without eviction no step scores."""
-        if evicts and policy.evicts:
+        if evicts and policy.trims:
             return cls(policy.scores_at, policy.refresh, grouped)
         return cls(lambda step: False, None, grouped)
 

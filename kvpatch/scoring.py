@@ -59,6 +59,12 @@ def vnorm(scene: Scene) -> Tensor:
     return pool(scene.weights * (norms / mean).unsqueeze(2), scene.head_pool, 2).squeeze(2)
 
 
+def value_mass(scene: Scene) -> Tensor:
+    """a_h(i) ||v_i||_1, pooled over the group (VATP, arXiv 2406.12335)."""
+    norms = scene.values.to(scene.weights.dtype).abs().sum(-1)
+    return pool(scene.weights * norms.unsqueeze(2), scene.head_pool, 2).squeeze(2)
+
+
 def entropy(scene: Scene) -> Tensor:
     """The attention score times the layer's entropy: that of the head-mean attention, over log(number held)."""
     mean = scene.weights.mean((1, 2))
@@ -166,10 +172,11 @@ def scorer(name: str) -> Scorer:
 for _function, _uses_attention in (
     (attention, True),
     (vnorm, True),
+    (value_mass, True),
     (entropy, True),
     (keydiff, False),
     (knorm, False),
     (recency, False),
     (random, False),
 ):
-    register_scorer(_function.__name__, _function, uses_attention=_uses_attention)
+    register_scorer(_function.__name__.replace("_", "-"), _function, uses_attention=_uses_attention)

@@ -166,7 +166,7 @@ def begin(ledger: Ledger, policy: Policy) -> None:
     ledger.newest.add_(ledger.active)
     free = ledger.free[..., None]
     ledger.positions.scatter_(-1, free, ledger.newest[None, :, None, None].expand_as(free))
-    if policy.evicts:
+    if policy.trims:
         utility = ledger.utility[..., :n]
         held = (ledger.index < ledger.length[..., None]) & (ledger.index != free)
         start = torch.where(held, utility, 0.0).sum(-1, keepdim=True) / held.sum(-1, keepdim=True).clamp_min(1)
@@ -192,7 +192,7 @@ def finish(ledger: Ledger, policy: Policy, scored: tuple[int, ...]) -> None:
         ledger.pending.zero_()
     following, positions = ledger.length, ledger.positions[..., :n]
     held = ledger.index < ledger.length[..., None]
-    if policy.evicts:
+    if policy.trims:
         eligible = held
         if policy.sinks or policy.recent or policy.reserve:
             eligible = held & ~selection.protected(positions, ledger.newest, ledger.rows)

@@ -12,8 +12,9 @@ STEP_TIMES_KEPT = 4096
 class Stats:
     """Counters of the last generation, and of the handle's life: compiles, recompiles, compile_seconds.
 
-    held: tokens that the fullest row holds now.   evicted: tokens dropped so far, over all rows; both count rows that
-    ended early as if they went on.
+    held: tokens that the fullest row holds now, in its fullest layer and head.   evicted: tokens dropped so far, over
+    all rows, counted there too; both count rows that ended early as if they went on.   cut: those of them that went
+    before anything was decoded.
     refreshes: scoring steps.   steps: decode steps.   peak_cache_bytes: largest sum of allocated cache buffers.
     compiles: graphs compiled.   recompiles: graphs compiled for a kind of call that had one already.
     graph_active: whether the last generation's steps ran as CUDA graphs.   replays: how often one was started in it.
@@ -22,6 +23,7 @@ class Stats:
 
     held: int = 0
     evicted: int = 0
+    cut: int = 0
     refreshes: int = 0
     steps: int = 0
     prompt: list[int] = field(default_factory=list)
@@ -40,7 +42,7 @@ class Stats:
 
     def begin(self, live: int) -> None:
         """A new generation over buffers of `live` bytes: its counters start at zero."""
-        self.held = self.evicted = self.refreshes = self.steps = self.replays = 0
+        self.held = self.evicted = self.cut = self.refreshes = self.steps = self.replays = 0
         self.graph_active = False
         self.prefill_seconds = 0.0
         self.peak_cache_bytes = self.cache_bytes = live
@@ -57,9 +59,11 @@ class Stats:
         self.cache_bytes = live
         self.peak_cache_bytes = max(self.peak_cache_bytes, live)
 
-    def note_rows(self, prompt: list[int], entries: list[int], limits: list[int | None]) -> None:
-        """Rows of the generation that begins: tokens seen, held, and the most that may be."""
+    def note_rows(self, prompt: list[int], entries: list[int], limits: list[int | None], cut: int = 0) -> None:
+        """Rows of the generation that begins: tokens seen, held, the most that may be, and how many went already."""
         self.prompt, self.budget = list(prompt), list(limits)
+        self.cut += cut
+        self.evicted = self.cut
         self.held = max(entries)
 
     def note_step(self, scored: bool, step: int, entries: list[int], limits: list[int | None]) -> None:
@@ -76,7 +80,7 @@ class Stats:
         self.steps = step
         seen = [length + step for length in entries]
         held = [count if limit is None else min(count, limit) for count, limit in zip(seen, limits, strict=True)]
-        self.held, self.evicted = max(held), sum(seen) - sum(held)
+        self.held, self.evicted = max(held), self.cut + sum(seen) - sum(held)
 
     def to_dict(self) -> dict:
         """Plain numbers, with p20, p50 and p80 of the step times in seconds."""

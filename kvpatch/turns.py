@@ -31,6 +31,12 @@ def check(cache, columns: int, mask: Tensor | None) -> None:
         ValueError: if rows of this batch ended at different steps, the mask disagrees with what was read before or
             is padded on the right, or the conversation is longer than a sliding window.
     """
+    rule = cache.policy.prefill
+    if cache.compresses and not rule.even:
+        raise ValueError(
+            f"prefill {rule.name!r} leaves layers or heads of different lengths, so no later turn can follow; use one "
+            "with allocation='uniform', or reset() the SlotCache and read the conversation whole"
+        )
     if not bool(cache.state.active.all()):
         raise ValueError(
             "the rows of this SlotCache ended at different steps, so no later turn can follow; hold each "
@@ -80,6 +86,7 @@ def reopen(cache) -> None:
     order = moving.by_position(held, source.positions[..., : held.shape[-1]])[..., :most]
     moving.cut(source, target, order, lambda: cache.note_bytes(target))
     cache.current, cache.state, cache.phase, cache.step, cache.stored = target, None, "prefill", 0, most
+    cache.watch, cache.whole = None, []
     cache.prompt, cache.entries, cache.budgets, cache.limits, cache.planned = [], [], [], [], 0
 
 

@@ -101,7 +101,9 @@ def cache_keyword(attention: nn.Module) -> str:
     )
 
 
-def rewritten_forward(original: Callable, project: Callable, keyword: str, slots_of: Callable) -> Callable:
+def rewritten_forward(
+    original: Callable, project: Callable, keyword: str, slots_of: Callable, watch_of: Callable
+) -> Callable:
     """An attention forward that decodes over slots, and is the original in every other case.
 
     Args:
@@ -110,23 +112,60 @@ def rewritten_forward(original: Callable, project: Callable, keyword: str, slots
             [B, G, 1, D], rotated.
         keyword: name of the cache argument.
         slots_of: (cache, layer index) -> the layer's slots, or None where the cache is not ours or reads the prompt.
+        watch_of: (cache, layer index) -> what wants to know of a prompt's queries (`show`), or None.
     """
 
     def forward(self, hidden_states: Tensor, position_embeddings=None, attention_mask=None, slots=None, **kwargs):
         if slots is None and kwargs.get(keyword) is not None:
             slots = slots_of(kwargs[keyword], self.layer_idx)
         if slots is None:
-            return original(
+            result = original(
                 hidden_states=hidden_states,
                 position_embeddings=position_embeddings,
                 attention_mask=attention_mask,
                 **kwargs,
             )
+            watch = watch_of(kwargs.get(keyword), self.layer_idx)
+            if watch is not None:
+                show(self, project, watch, hidden_states, position_embeddings, kwargs.get("position_ids"))
+            return result
         q, k, v = project(self, hidden_states, position_embeddings, kwargs.get("position_ids"))
         output = slots.attend(slots, q, k, v, self.scaling)
         return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), None
 
     return forward
+
+
+def show(attention: nn.Module, project: Callable, watch, hidden: Tensor, position_embeddings, position_ids) -> None:
+    """Show a watch the queries of the columns that it wants.
+
+    Args:
+        project: as of `rewritten_forward`.
+        watch: columns(block) -> how many of a block's last columns; raw, output: whether queries before RoPE and the
+            output projection are wanted; note(queries, raw, scale, output).
+        hidden: [B, q, E], what the layer was given.
+    """
+    columns = watch.columns(hidden.shape[1])
+    cos, sin = (part[:, hidden.shape[1] - columns :] for part in position_embeddings)
+    last = hidden[:, hidden.shape[1] - columns :]
+    places = None if position_ids is None else position_ids[:, hidden.shape[1] - columns :]
+    queries = project(attention, last, (cos, sin), places)[0]
+    # A rotation by nothing leaves them as they are before RoPE.
+    unturned = (torch.ones_like(cos), torch.zeros_like(sin))
+    raw = project(attention, last, unturned, places)[0] if watch.raw else None
+    watch.note(queries, raw, attention.scaling, output_weight(attention) if watch.output else None)
+
+
+def output_weight(attention: nn.Module) -> Tensor:
+    """[E, H * D], what the output projection does, its adapters included."""
+    projection = attention.o_proj
+    if type(projection) is nn.Linear and type(projection.weight) is nn.Parameter:
+        return projection.weight
+    like = next(one for one in projection.parameters() if one.is_floating_point())
+    width = attention.q_proj.out_features
+    basis = torch.eye(width + 1, width, dtype=like.dtype, device=like.device)  # the last row, zero, gives the bias
+    given = projection(basis)
+    return (given[:-1] - given[-1]).T
 
 
 def split_heads(states: Tensor, width: int) -> Tensor:

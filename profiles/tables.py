@@ -67,6 +67,14 @@ def bench() -> str:
     return markdown(head, rows)
 
 
+# Why kvpress keeps other entries.
+DIFFERENCES = {
+    "snapkv": "kvpress pools zeros in beside the prompt's ends",
+    "pyramidkv": "kvpress spreads the budget and the window from another height",
+    "adakv": "as `snapkv`",
+    "criticalkv": "kvpress counts the window in the half that goes by the score alone",
+    "h2o": "kvpress divides by the queries that could see an entry, and protects nothing",
+}
 # Kernel and variant of `kernels.csv`: what the README calls it.
 KERNELS = {
     ("attend", "SCORES=False VNORM=False"): "attend, plain step",
@@ -103,10 +111,10 @@ def kernels() -> str:
 def api() -> str:
     """Public names with the first line of their docstrings."""
     import kvpatch
-    from kvpatch import attention, evaluation
+    from kvpatch import attention, compat, evaluation
 
     rows = []
-    for module, prefix in ((kvpatch, ""), (attention, "attention."), (evaluation, "evaluation.")):
+    for module, prefix in ((kvpatch, ""), (attention, "attention."), (compat, "compat."), (evaluation, "evaluation.")):
         for name in sorted(module.__all__, key=str.lower):
             rows.append([f"`{prefix}{name}`", inspect.getdoc(getattr(module, name)).split("\n")[0]])
     return "".join(f"| {' | '.join(cells)} |\n" for cells in (["name", "what it is"], ["---", "---"], *rows))
@@ -177,7 +185,20 @@ def kl() -> str:
     return markdown(["policy", "mean KL, nats", "95th percentile", "same first token", "lost attention"], rows)
 
 
+def overlap() -> str:
+    """Entries that kvpress keeps too."""
+    found: dict[str, list[dict]] = {}
+    for row in records("peers/overlap", ("method", "prompt", "budget", "seed", "layer")):
+        found.setdefault(row["method"], []).append(row)
+    rows = []
+    for name, layers in found.items():
+        shares = [float(row["jaccard"]) for row in layers]
+        rows.append([f"`{name}`", f"{sum(shares) / len(shares):.3f}", f"{min(shares):.3f}", DIFFERENCES.get(name, "")])
+    return markdown(["method", "Jaccard, mean over layers", "least layer", "what differs"], rows)
+
+
 TABLES = {
+    "overlap": overlap,
     "bench": bench,
     "api": api,
     "cold": cold,

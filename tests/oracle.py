@@ -15,13 +15,13 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 CHOICES = {
-    "scorer": ("attention", "vnorm", "entropy", "keydiff", "knorm", "recency", "random"),
+    "scorer": ("attention", "vnorm", "value-mass", "entropy", "keydiff", "knorm", "recency", "random"),
     "head_pool": ("mean", "max", "rms"),
     "aggregation": ("single", "cumulative", "ema", "peak"),
     "coupling": ("sequential", "uniform", "per_layer", "per_head"),
     "new_token": ("mean", "zero"),
 }
-USES_ATTENTION = ("attention", "vnorm", "entropy")
+USES_ATTENTION = ("attention", "vnorm", "value-mass", "entropy")
 TIE = 1e-6  # relative
 BLOCK = 16  # rescue keeps the best entry of every block of this many positions
 
@@ -366,6 +366,7 @@ class Row:
         """Per KV head g of layer l: {position: score}. `attention[h]` is {position: a_h(position)}.
 
         attention: pool over the group of a_h(i).  vnorm: pool of a_h(i) * ||v_i|| / mean_j ||v_j||.
+        value-mass: pool of a_h(i) * sum_d |v_i[d]|.
         entropy: the attention score times H(mean_h a_h) / log(held), one scalar of the layer.
         keydiff: -cos(k_i, mean_j k_j / ||k_j||).  knorm: -||k_i||.  recency: i.  random: hash of seed and i.
         """
@@ -387,6 +388,9 @@ class Row:
                 for i in keys:
                     weighted = [attention[h][i] * norms[i] / average for h in heads]
                     scores[i] = pool(weighted, head_pool)
+            elif scorer == "value-mass":
+                sizes = {i: sum(abs(x) for x in values[i].tolist()) for i in values}
+                scores = {i: pool([attention[h][i] * sizes[i] for h in heads], head_pool) for i in keys}
             elif scorer == "keydiff":
                 centre = sum(k / clamped_norm(k) for k in keys.values()) / len(keys)
                 length = clamped_norm(centre)

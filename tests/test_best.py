@@ -150,6 +150,8 @@ def test_every_field_of_a_policy_and_a_blend_can_be_kept(tmp_path):
         "zero",
         blend,
         7,
+        kvpatch.Prefill("mine", "cake", 8, 3, "max", 1, 0.5, "uniform", 0.25, 0.5, True, 3),
+        True,
     )
     default = kvpatch.Policy()
     same = [f.name for f in dataclasses.fields(policy) if getattr(policy, f.name) == getattr(default, f.name)]

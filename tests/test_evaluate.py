@@ -201,6 +201,24 @@ def test_a_model_without_a_profile_is_said_to_run_the_policy_best_as_another_one
     assert others.notes == []
 
 
+def test_policies_that_cut_prompts_are_paced_and_run_beside_the_others(tmp_path, handle, tokenizer):
+    given = config(tmp_path, policies=["snapkv", "full"], budgets=["10%", "40"], samples=2, tasks=["niah_single_1"])
+    evaluation = runner.Evaluation(given, handle, tokenizer)
+    plan = evaluation.plan()
+    (refused,) = plan.refused  # a tenth of these prompts is less than the window
+    assert "snapkv 10%" in refused["reason"] and "last 32" in refused["reason"]
+    assert evaluation.pace(plan).step > 0
+    lines = list(executed(given, handle, tokenizer).run.lines())
+    assert {(line.policy, line.budget) for line in lines} == {("full", "full"), ("snapkv", "40")}
+    both = config(
+        tmp_path, policies=["full", "inertia", "snapkv"], tasks=["stability"], forced=16, out=str(tmp_path / "both")
+    )
+    evaluation = runner.Evaluation(both, handle, tokenizer)
+    (note,) = evaluation.notes
+    assert "stability" in note and "snapkv" in note
+    assert {way.name for job in evaluation.plan().jobs for way in job.ways} == {"full", "inertia"}
+
+
 def test_a_finished_run_has_nothing_left_and_can_be_widened(tmp_path, handle, tokenizer):
     executed(config(tmp_path), handle, tokenizer)
     again = runner.Evaluation(config(tmp_path), handle, tokenizer).plan()

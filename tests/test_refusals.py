@@ -69,7 +69,7 @@ def test_a_model_in_training_mode_is_refused_with_the_way_out(model):
 
 
 BAD_ARGUMENTS = {
-    "prefill": ({"prefill": "snapkv"}, ValueError, ("prefill", "'snapkv'")),
+    "prefill": ({"prefill": "snapvk"}, ValueError, ("prefill", "'snapvk'", "did you mean", "'snapkv'")),
     "profile": ({"profile": "h200"}, ValueError, ("profile", "'h200'")),
     "unknown policy": (
         {"policy": "inertai"},

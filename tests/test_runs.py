@@ -5,7 +5,17 @@ Without a GPU a run's steps are issued one after the other by the very code that
 
 import pytest
 import torch
-from factories import ARCHITECTURES, BUDGET, assert_restored, left_padded, patch, prompts, run, snapshot, tiny
+from factories import (
+    ARCHITECTURES,
+    BUDGET,
+    assert_restored,
+    left_padded,
+    patch,
+    prompts,
+    run,
+    snapshot,
+    tiny,
+)
 from transformers import LogitsProcessor, LogitsProcessorList, MaxTimeCriteria, StoppingCriteriaList
 
 import kvpatch
@@ -15,6 +25,12 @@ from kvpatch.graphs import MOST, StepByStep
 BLENDED = kvpatch.Policy(
     "blended", refresh=3, blend=kvpatch.Blend(score_heads=((1, 2), (2, 0)), share=0.6, least=0.02, closing=3)
 )
+CUT = [
+    kvpatch.Policy(
+        name, prefill=kvpatch.Prefill(window=4, recent=4, allocation=allocation), grows=True, coupling="per_head"
+    )
+    for name, allocation in (("heads alike", "uniform"), ("heads compete", "adaptive"))
+]
 POLICIES = ("inertia", "inertia-lazy", "score-free", "tova", "h2o-decode", "streaming-llm", "cumulative", "full")
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.3}
 
@@ -62,7 +78,9 @@ def generated(model, policy, capturer, batch=None, patched=None, **more):
 @pytest.mark.parametrize(
     "settings", [{}, SAMPLED, {"eos_token_id": list(range(2, 12))}], ids=["greedy", "sampled", "eos"]
 )
-@pytest.mark.parametrize("policy", [*POLICIES, BLENDED], ids=lambda policy: getattr(policy, "name", policy))
+@pytest.mark.parametrize(
+    "policy", [*POLICIES, BLENDED, *CUT, "h2o"], ids=lambda policy: getattr(policy, "name", policy)
+)
 def test_runs_and_single_steps_agree_at_every_length(llama, policy, settings):
     for new_tokens in (1, 2, 3, 6, 11, 27):
         more = settings | {"max_new_tokens": new_tokens}

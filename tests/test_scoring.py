@@ -85,6 +85,18 @@ def test_vnorm_weighs_attention_by_the_values_norm_over_the_held_mean(scene):
     check(scene, "vnorm", naive)
 
 
+@DRAWS
+@given(scenes())
+def test_value_mass_weighs_attention_by_the_values_absolute_sum(scene):
+    weights, values = scene.weights.tolist(), scene.values.tolist()
+
+    def naive(b, g, held, i):
+        size = sum(abs(x) for x in values[b][g][i])
+        return pooled([head[i] * size for head in weights[b][g]], scene.head_pool)
+
+    check(scene, "value-mass", naive)
+
+
 def test_a_lone_slot_has_entropy_zero_and_no_nan():
     one = torch.ones(1, 1, 2, 1)
     alone = scoring.Scene(
@@ -325,5 +337,5 @@ def test_an_unknown_scorer_is_refused_with_the_names_there_are(name):
 def test_listed_scorers_are_sorted_and_all_known():
     names = kvpatch.list_scorers()
     assert names == sorted(set(names))
-    assert {"attention", "vnorm", "entropy", "keydiff", "knorm", "recency", "random"} <= set(names)
+    assert {"attention", "vnorm", "value-mass", "entropy", "keydiff", "knorm", "recency", "random"} <= set(names)
     assert all(scoring.scorer(name).name == name for name in names)

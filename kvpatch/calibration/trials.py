@@ -33,7 +33,7 @@ def hits(handle, tokenizer, hidden: list[needle.Needle], ways: list[tuple], tick
 
 @torch.no_grad()
 def divergences(handle, tokenizer, texts: Tensor, forced: int, ways: list[tuple], tick: Callable[[], None]):
-    """KL(full || way) of the next token in nats on the full cache's own continuation, mean over each text: [texts] a way.
+    """KL(full || way) of the next token in nats on the full cache's own continuation, a mean [texts] of each way.
 
     Its own, because that is where a policy runs: fed the text that follows in the document, the same policies come out
     in another order.

@@ -27,22 +27,10 @@ def list_all(as_json: AsJson = False) -> None:
     from kvpatch import attention, patches, policy, scoring
 
     presets = [policy.resolve(name) for name in policy.list_policies() if name != policy.OF_MODEL]
-    rows = [
-        {
-            "policy": one.name,
-            "scorer": one.scorer if one.evicts else "-",
-            "aggregation": one.aggregation if one.evicts else "-",
-            "shared by": {"per_layer": "layer", "per_head": "KV head"}.get(one.coupling, "all") if one.evicts else "-",
-            "scores every": {"once": "first step"}.get(one.refresh, f"{one.refresh} step(s)") if one.evicts else "-",
-            "protected": ", ".join(
-                f"{field} {getattr(one, field)}" for field in ("sinks", "recent", "reserve") if getattr(one, field)
-            ),
-            "cache": "fixed" if one.evicts else "grows",
-        }
-        for one in presets
-    ]
-    of_model = {"policy": policy.OF_MODEL, "scorer": "a model's own heads, then attention", "aggregation": "ema"}
-    rows.append(of_model | {"shared by": "all", "scores every": "1 step(s)", "protected": "", "cache": "fixed"})
+    rows = [_described(one) for one in presets]
+    of_model = {"policy": policy.OF_MODEL, "prompt": "first step", "score": "own heads; attention, ema"}
+    of_model |= {"set per": "all", "every": "1", "protected": ""}
+    rows.append(of_model | {"cache": "fixed", "arXiv": ""})
     rows.sort(key=lambda row: row["policy"])
     others = {
         "scorers": scoring.list_scorers(),
@@ -53,13 +41,39 @@ def list_all(as_json: AsJson = False) -> None:
         typer.echo(json.dumps({"policies": rows, **others}))
         return
     console = Console()
-    table = Table(*rows[0])
+    table = Table()
+    for name in rows[0]:
+        table.add_column(name, no_wrap=name == "policy", overflow="fold")
     for row in rows:
         table.add_row(*row.values())
     console.print(table)
     console.print(f"scorers        {', '.join(others['scorers'])}", highlight=False)
     console.print(f"architectures  {', '.join(others['architectures'])}", highlight=False)
     console.print(f"back ends      {', '.join(name for name, why in others['backends'].items() if not why)}")
+
+
+def _described(one) -> dict[str, str]:
+    """A policy's row."""
+    from kvpatch.policy import PAPERS
+
+    method = one.prefill
+    steps = one.trims
+    protected = one if steps or method is None else method
+    counts = ((field, getattr(protected, field, 0)) for field in ("sinks", "recent", "reserve"))
+    return {
+        "policy": one.name,
+        "prompt": "whole" if not one.evicts else "first step" if method is None else _allocated(method),
+        "score": f"{one.scorer}, {one.aggregation}" if steps else "-",
+        "set per": {"per_layer": "layer", "per_head": "KV head"}.get(one.coupling, "all") if one.evicts else "-",
+        "every": str(one.refresh) if steps else "-",
+        "protected": ", ".join(f"{field} {count}" for field, count in counts if count),
+        "cache": "fixed" if steps else "grows",
+        "arXiv": PAPERS.get(one.name, ""),
+    }
+
+
+def _allocated(method) -> str:
+    return method.score if method.even else f"{method.score}, {method.allocation}"
 
 
 def explain(

@@ -20,7 +20,7 @@ def answers(
         batch: samples of the task, of one length and number of new tokens.
         clock: seconds are added to it.
     """
-    with Reading.of(handle, tokenizer, batch) as reading:
+    with Reading.of(handle, tokenizer, batch, ways) as reading:
         clock.note_reading(reading.seconds, len(ways))
         eos, columns = ends_of(handle.model), reading.ids.shape[1]
         for way in ways:

@@ -104,7 +104,7 @@ def lines(
     """
     banned = tokenizer.eos_token_id
     found, sets = [], {}
-    with Reading.of(handle, tokenizer, batch) as reading:
+    with Reading.of(handle, tokenizer, batch, ways) as reading:
         clock.note_reading(reading.seconds, 2 * len(ways) + 1)
         columns, full = reading.ids.shape[1], Keeping(banned)
         tokens = reading.generate("full", None, forced, full)

@@ -2,15 +2,17 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from kvpatch.cache import SlotCache
 from kvpatch.evaluation.forcing import Script, endless, generate
 from kvpatch.evaluation.runs import Line
 from kvpatch.evaluation.samples import Sample
+from kvpatch.policy import resolve
 
 
 @dataclass
@@ -68,22 +70,24 @@ class Reading:
     Args:
         handle: of the patched model.
         ids: [B, L] int64.   mask: [B, L], left-padded; None: no pads.
+        policies: that will go on from it, as of `Patch.read`.
 
     Attributes:
         seconds: that reading took.
     """
 
-    def __init__(self, handle, tokenizer, ids: Tensor, mask: Tensor | None = None):
+    def __init__(self, handle, tokenizer, ids: Tensor, mask: Tensor | None = None, policies: Sequence = ()):
         self.model, self.pad = handle.model, pad_of(tokenizer)
         self.ids, self.mask = ids, torch.ones_like(ids) if mask is None else mask
         started = time.perf_counter()
-        self._cache = handle.read(self.ids, self.mask)
+        self._cache = handle.read(self.ids, self.mask, policies)
         self.seconds = time.perf_counter() - started
 
     @classmethod
-    def of(cls, handle, tokenizer, samples: list[Sample]) -> "Reading":
-        """Of the samples' prompts."""
-        return cls(handle, tokenizer, *left_padded(samples, pad_of(tokenizer), handle.model.device))
+    def of(cls, handle, tokenizer, samples: list[Sample], ways: Sequence[Way] = ()) -> "Reading":
+        """Of the samples' prompts, for those ways."""
+        ids, mask = left_padded(samples, pad_of(tokenizer), handle.model.device)
+        return cls(handle, tokenizer, ids, mask, [way.policy for way in ways])
 
     def generate(
         self,
@@ -105,13 +109,20 @@ class Reading:
             ends: whether a row may end early.
             after: called with the cache after the prompt and after every token.
         """
-        cache = self._cache.fork(policy, budget)
+        cache = self._begun(policy, budget)
         look = None if after is None else lambda: after(cache)
         more |= {"past_key_values": cache, "pad_token_id": self.pad}
         with contextlib.nullcontext() if ends else endless(self.model):
             made = generate(self.model, self.ids, tokens, script=script, after=look, mask=self.mask, **more)
         cache.free()
         return made[:, self.ids.shape[1] :]
+
+    def _begun(self, policy, budget) -> SlotCache:
+        """A fork, or an empty cache for a policy that reads the prompt in its own way."""
+        chosen = resolve(policy)
+        if chosen.prefill is None or chosen.prefill.block is None:
+            return self._cache.fork(policy, budget)
+        return SlotCache(self.model.config, chosen, budget, backend=self._cache.asked)
 
     def continuation(self, tokens: int, banned: int | None) -> Tensor:
         """The full cache's own, [B, tokens] int64, in which one token never comes."""

@@ -80,7 +80,7 @@ def note(folder: Path, handle, tokenizer, sample: Sample, tokens: list[int], way
 def recorded(handle, tokenizer, sample: Sample, tokens: list[int], ways: list[Way]) -> dict[tuple, np.ndarray]:
     """(name, text) of each way to [steps, tokens] uint8, as in the file; the last token is not fed."""
     last, found = len(sample.prompt_ids) + len(tokens) - 1, {}
-    with Reading.of(handle, tokenizer, [sample]) as reading:
+    with Reading.of(handle, tokenizer, [sample], ways) as reading:
         script = Script(reading.ids.shape[1], 0, [tokens])
         for way in ways:
             steps: list[np.ndarray] = []

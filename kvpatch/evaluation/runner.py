@@ -15,6 +15,7 @@ from kvpatch.evaluation.config import FREE_KEYS, Config, read_yaml
 from kvpatch.evaluation.reading import Clock, Reading, Way
 from kvpatch.evaluation.runs import CONFIG, ENVIRONMENT, METRICS, Line, Run
 from kvpatch.evaluation.samples import CellError, Sample, Sources
+from kvpatch.policy import resolve
 
 MEASURES = {"fidelity": continuation, "stability": stability}
 
@@ -102,11 +103,13 @@ class Evaluation:
         _check_same(self.run, config)
 
     def _notes(self) -> list[str]:
-        if not any(policy == best.NAME for _, policy, _ in self.config.ways()):
-            return []
-        if best.find(self.handle.model) is not None:
-            return []
-        return [f"{best.NAME}: {best.policy_for(self.handle.model)[1]}"]
+        notes = []
+        if any(policy == best.NAME for _, policy, _ in self.config.ways()) and best.find(self.handle.model) is None:
+            notes.append(f"{best.NAME}: {best.policy_for(self.handle.model)[1]}")
+        once = {way.name for way in self.ways if resolve(way.policy).grows}
+        if once and "stability" in tasks.chosen(self.config.tasks):
+            notes.append(f"stability is of rankings at every step: {', '.join(sorted(once))} rank a prompt once")
+        return notes
 
     def plan(self) -> Plan:
         """Make the samples and leave out what the folder holds already."""
@@ -120,10 +123,32 @@ class Evaluation:
                 except CellError as error:
                     plan.refused.append({"task": name, "length": length, "reason": str(error)})
                     continue
+                ways = self.ways
+                if name == "stability":  # of what ranks at every step
+                    ways = [way for way in ways if not resolve(way.policy).grows]
+                ways = self._fitting(plan, name, length, samples, ways)
                 for start in range(0, len(samples), self.config.batch):
                     batch = samples[start : start + self.config.batch]
-                    plan.jobs += _missing(name, batch, self.ways, done)
+                    plan.jobs += _missing(name, batch, ways, done)
         return plan
+
+    def _fitting(self, plan: Plan, name: str, length: int, samples: list[Sample], ways: list[Way]) -> list[Way]:
+        """The ways whose budget holds what their policy protects; the plan refuses the others."""
+        fitting, shortest = [], min((len(one.prompt_ids) for one in samples), default=0)
+        for way in ways:
+            policy = resolve(way.policy)
+            try:
+                if way.budget is not None:
+                    budget = way.budget.tokens(shortest)
+                    policy.protected(budget)
+                    if policy.prefill is not None and budget < shortest:
+                        policy.prefill.protected(budget)
+            except ValueError as error:
+                reason = f"{way.name} {way.text}: {error}"
+                plan.refused.append({"task": name, "length": length, "reason": reason})
+                continue
+            fitting.append(way)
+        return fitting
 
     def _samples(self, name: str, length: int) -> list[Sample]:
         config = self.config
@@ -138,17 +163,20 @@ class Evaluation:
         rows = max((len(job.samples) for job in plan.jobs), default=1)
         device, vocabulary = self.handle.model.device, self.handle.model.config.vocab_size
 
+        way = next((way for way in self.ways if way.budget is not None), self.ways[0])
+
         def read(rows: int, columns: int) -> Reading:
             ids = torch.arange(rows * columns, device=device).view(rows, columns) % min(vocabulary, 1000)
-            return Reading(self.handle, self.tokenizer, ids)
+            return Reading(self.handle, self.tokenizer, ids, policies=[way.policy])
 
         with read(1, 16):
             pass  # whatever is made once
         columns = min(longest, 2048)
         with read(1, columns) as reading:
             token = reading.seconds / columns
-        way = next((way for way in self.ways if way.budget is not None), self.ways[0])
         budget = min(64, max(8, way.budget.tokens(longest))) if way.budget else None
+        if resolve(way.policy).prefill is not None:
+            budget = 64  # the whole of what is tried: what it protects may not fit less
         # Compiled with the first call, timed in the second one; a budget as in the run.
         with read(rows, 64) as reading:
             for _ in range(2):

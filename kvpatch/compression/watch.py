@@ -1,0 +1,170 @@
+"""What is noted of a prompt's queries while it is read, a block of columns at a time.
+
+Pure tensor code. Shapes: B rows, H query heads, G KV heads, D head size, q columns of a block, n columns stored so far.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvpatch.compression.prompt import Law, accumulation
+
+AHEAD = 512  # positions that Expected Attention looks ahead to
+SINKS = 4  # first tokens that it leaves out
+_CELLS = 2**24  # of the largest piece of an attention matrix that is made at once
+
+
+class Needs(NamedTuple):
+    """What a method asks of a prompt: how many of its last queries; whether the law of all of them, the sum of their
+    attention, the output projection."""
+
+    window: int = 0
+    law: bool = False
+    mass: bool = False
+    output: bool = False
+
+    def __or__(self, other: "Needs") -> "Needs":
+        return Needs(max(self.window, other.window), *(a or b for a, b in zip(self[1:], other[1:], strict=True)))
+
+    @property
+    def all_queries(self) -> bool:
+        """Whether every query counts."""
+        return self.law or self.mass
+
+    @property
+    def anything(self) -> bool:
+        """Whether the model's layers have to be watched at all."""
+        return self.window > 0 or self.all_queries or self.output
+
+
+class Watch:
+    """Notes of all layers of one prompt.
+
+    Args:
+        needs: what is noted.   layers: of the model.
+
+    Attributes:
+        queries: of each layer the last ones, [B, H, w, D].   asks: [B, w] bool, which of them are tokens'.
+        masses: [B, G, n] by column.   outputs: [E, H * D].
+        scale: what logits are multiplied by.
+    """
+
+    _LISTS = ("queries", "asks", "outputs", "masses", "_sums", "_squares", "_counts")
+
+    def __init__(self, needs: Needs, layers: int):
+        self.needs, self.scale = needs, 1.0
+        self.asks: list[Tensor | None] = [None] * layers
+        self.queries: list[Tensor | None] = [None] * layers
+        self.outputs: list[Tensor | None] = [None] * layers
+        self.masses: list[Tensor | None] = [None] * layers
+        self._sums: list[Tensor | None] = [None] * layers
+        self._squares: list[Tensor | None] = [None] * layers
+        self._counts: list[Tensor | None] = [None] * layers
+
+    def copy(self) -> "Watch":
+        """Another one with the same notes, that goes its own way: what is noted is replaced, never written into."""
+        other = Watch(self.needs, len(self.queries))
+        other.scale = self.scale
+        for name in self._LISTS:
+            setattr(other, name, list(getattr(self, name)))
+        return other
+
+    def reorder(self, order: Tensor) -> None:
+        """Row b becomes what row order[b] was."""
+        for name in set(self._LISTS) - {"outputs"}:
+            values = getattr(self, name)
+            setattr(self, name, [None if one is None else one.index_select(0, order) for one in values])
+
+    def columns(self, block: int) -> int:
+        """How many of a block's last columns are wanted."""
+        return block if self.needs.all_queries else min(block, self.needs.window)
+
+    def note(
+        self,
+        layer: int,
+        queries: Tensor,
+        raw: Tensor | None,
+        keys: Tensor,
+        valid: Tensor,
+        scale: float,
+        reach: int | None = None,
+    ) -> None:
+        """One layer has read a block.
+
+        Args:
+            queries: [B, H, c, D] of the block's last c = `columns(block)` columns, after RoPE.
+            raw: the same before RoPE, where the law is wanted.
+            keys: [B, G, n, D], all that are stored, the block's last.
+            valid: [B, n] bool, which of them are tokens.
+            scale: what logits are multiplied by.   reach: sliding window of the layer.
+        """
+        self.scale = scale
+        if self.needs.window:
+            self._note_window(layer, queries, valid[:, valid.shape[1] - queries.shape[2] :])
+        if self.needs.law:
+            self._note_law(layer, raw, valid)
+        if self.needs.mass:
+            self._note_mass(layer, queries, keys, valid, scale, reach)
+
+    def _note_window(self, layer: int, queries: Tensor, asks: Tensor) -> None:
+        """Keep each row's last tokens, which other rows' pads may lie between."""
+        if self.queries[layer] is not None:
+            queries = torch.cat((self.queries[layer], queries), 2)
+            asks = torch.cat((self.asks[layer], asks), 1)
+        order = asks.to(torch.int8).argsort(dim=-1, stable=True)[:, -self.needs.window :]
+        at = order[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[3])
+        self.queries[layer], self.asks[layer] = queries.gather(2, at), asks.gather(1, order)
+
+    def _note_law(self, layer: int, raw: Tensor, valid: Tensor) -> None:
+        columns = raw.shape[2]
+        ordinal = valid.cumsum(-1)  # 1, 2, ... of a row's tokens
+        counts = (valid & (ordinal > SINKS))[:, -columns:]
+        chosen = torch.where(counts[:, None, :, None], raw, 0.0).to(torch.float64 if raw.is_cpu else accumulation(raw))
+        parts = (chosen.sum(2), chosen.transpose(2, 3) @ chosen, counts.sum(-1))
+        for kept, part in zip((self._sums, self._squares, self._counts), parts, strict=True):
+            kept[layer] = part if kept[layer] is None else kept[layer] + part
+
+    def _note_mass(self, layer: int, queries: Tensor, keys: Tensor, valid: Tensor, scale: float, reach) -> None:
+        batch, heads, columns, width = queries.shape
+        groups, stored = keys.shape[1:3]
+        wide = accumulation(keys)
+        packed = queries.view(batch, groups, heads // groups, columns, width).to(wide)
+        keys = keys.to(wide)
+        mass = torch.zeros(batch, groups, stored, dtype=wide, device=keys.device)
+        if self.masses[layer] is not None:
+            mass[..., : self.masses[layer].shape[-1]] = self.masses[layer]
+        places = torch.arange(stored, device=keys.device)
+        piece = max(1, _CELLS // (batch * heads * stored))
+        for start in range(0, columns, piece):
+            some = packed[:, :, :, start : start + piece]
+            own = stored - columns + start + torch.arange(some.shape[3], device=keys.device)
+            meets = valid[:, None] & (places <= own[:, None])
+            if reach is not None:
+                meets = meets & (places > own[:, None] - reach)
+            logits = torch.einsum("bgrqd,bgnd->bgrqn", some, keys) * scale
+            weights = logits.masked_fill(~meets[:, None, None], -torch.inf).softmax(-1)
+            asks = valid[:, own][:, None, None, :, None]  # a pad's own attention counts nothing
+            mass += torch.where(asks, weights, 0.0).sum(3).mean(2)
+        self.masses[layer] = mass
+
+    def law(self, layer: int, cos: Tensor, sin: Tensor) -> Law | None:
+        """The law of a layer's queries; cos and sin are the means [B, D] of the rotary factors ahead."""
+        if not self.needs.law:
+            return None
+        count = self._counts[layer].clamp_min(1).to(self._sums[layer].dtype)
+        mean = self._sums[layer] / count[:, None, None]
+        square = self._squares[layer] / count[:, None, None, None]
+        return Law(mean, square - mean[..., :, None] * mean[..., None, :], cos, sin)
+
+
+def factors_ahead(frequencies: Tensor, scaling: float, first: Tensor) -> tuple[Tensor, Tensor]:
+    """Means [B, D] of the rotary factors cos and sin over the `AHEAD` positions from `first` [B] on, in float32.
+
+    Args:
+        frequencies: [D / 2], of the half-split layout.   scaling: what the model multiplies both factors by.
+    """
+    positions = first[:, None] + torch.arange(AHEAD, device=first.device)
+    angles = positions[..., None].to(accumulation(frequencies)) * frequencies.to(accumulation(frequencies))
+    angles = torch.cat((angles, angles), -1)
+    return angles.cos().mean(1) * scaling, angles.sin().mean(1) * scaling
