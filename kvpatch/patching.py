@@ -40,8 +40,8 @@ def patch(
         compile: False runs every step eagerly.
         graphs: on a GPU, capture the steps between two looks of the host as one CUDA graph; False starts every step's
             kernels one by one. Without a GPU it changes nothing.
-        verify: compare the rewritten attention with the model's own on ten tokens; costs two short forwards, and a
-            third in half precision, which says how much the model itself loses there.
+        verify: compare the rewritten attention with the model's own on ten tokens; costs two short forwards, and in
+            half precision the ten tokens twice more, which says how much the model itself loses there.
         replace: take an earlier patch of this model back first.
         **policy_fields: fields of the policy to replace, such as ``alpha=0.9``.
 
@@ -93,7 +93,7 @@ def patch(
         earlier.undo()
     try:
         expected = probe(model, handle.keyword, None) if verify else None
-        own = rounding(model, expected) if verify else 0.0
+        own = rounding(model, handle.keyword, expected) if verify else 0.0
         handle.install()
         if verify:
             cache = SlotCache(model.config, "full", backend=handle.backend)

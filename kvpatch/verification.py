@@ -12,13 +12,18 @@ TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 3e-2, tor
 MOST = 0.3  # a forward that computes something else is further off
 
 
-@torch.no_grad()
 def probe(model, keyword: str, cache) -> torch.Tensor:
     """Logits of eight prompt tokens and two decode steps, [3, V]."""
+    return _read(model, keyword, cache, (8, 1, 1))
+
+
+@torch.no_grad()
+def _read(model, keyword: str, cache, blocks: tuple[int, ...]) -> torch.Tensor:
+    """The last three tokens' logits, [3, V], of ten that are read in blocks of those lengths, the last two alone."""
     tokens = _tokens(model)
     with silenced(model):
         logits = []
-        for block in (tokens[:, :8], tokens[:, 8:9], tokens[:, 9:10]):
+        for block in tokens.split(list(blocks), dim=1):
             # Asked for nothing more, transformers installs no hooks of its own into what `silenced` puts away.
             output = model(
                 input_ids=block,
@@ -29,12 +34,13 @@ def probe(model, keyword: str, cache) -> torch.Tensor:
             )
             cache = output[keyword]
             logits.append(output.logits[0, -1].float())
-    return torch.stack(logits)
+    return torch.stack(logits[-3:])
 
 
 @torch.no_grad()
-def rounding(model, expected: torch.Tensor) -> float:
-    """How much the unpatched model's own logits change, as relative RMS, when the ten tokens are read at once.
+def rounding(model, keyword: str, expected: torch.Tensor) -> float:
+    """How much the unpatched model's own logits change, as relative RMS, when the ten tokens are read at once, or one
+    by one, whichever changes them more.
 
     Args:
         expected: what `probe` gave for the unpatched model.
@@ -45,7 +51,8 @@ def rounding(model, expected: torch.Tensor) -> float:
         whole = model(
             input_ids=_tokens(model), use_cache=False, output_hidden_states=False, output_attentions=False
         ).logits
-    return _distance(whole[0, -3:].float(), expected)
+    single = _read(model, keyword, None, (1,) * 10)
+    return max(_distance(one, expected) for one in (whole[0, -3:].float(), single))
 
 
 def _tokens(model) -> torch.Tensor:

@@ -207,16 +207,42 @@ def test_doctor_tests_itself(monkeypatch):
 
 @pytest.mark.parametrize("seconds", [0.3, 4.0, 9.0], ids=["starting", "loading", "running"])
 def test_ctrl_c_ends_with_exit_code_130_and_no_traceback(seconds):
-    command = [sys.executable, "-c", "from kvpatch.cli import main; main()", "generate", "--prompt", "Count to 900."]
+    code = "from kvpatch.cli import main; print('begun', flush=True); main()"
+    command = [sys.executable, "-c", code, "generate", "--prompt", "Count to 900."]
     with subprocess.Popen(
         [*command, "--max-new-tokens", "4000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
+        assert process.stdout.readline() == "begun\n"  # Python itself has started, however busy the machine is
         time.sleep(seconds)
         process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
     assert errors.count("\x1b[?25l") == errors.count("\x1b[?25h")  # the cursor is shown again
+
+
+DROPPED = """
+import signal, sys, time
+from kvpatch import cli
+
+class Dies:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+        for _ in range(100):  # the handler runs here, and what it raises is dropped
+            pass
+
+def app():
+    Dies()
+    time.sleep(20)
+
+cli.app = app
+cli.main()
+"""
+
+
+def test_an_interrupt_that_python_drops_is_raised_again():
+    done = subprocess.run([sys.executable, "-c", DROPPED], capture_output=True, text=True, timeout=15)
+    assert done.returncode == 130 and "Traceback" not in done.stderr, done.stderr
 
 
 def test_help_needs_no_torch():

@@ -125,11 +125,6 @@ def test_a_scorer_of_another_type_or_shape_is_refused(score):
         kvpatch.register_scorer("t-wrong", score, uses_attention=True)
 
 
-def test_h2o_offers_h2o_decode():
-    with pytest.raises(ValueError, match="did you mean 'h2o-decode'"):
-        kvpatch.policy.resolve("h2o")
-
-
 def test_a_replaced_scorer_is_met_by_a_new_cache(model):
     kvpatch.register_scorer("t-swap", lambda s: s.positions.to(s.weights.dtype), uses_attention=False, replace=True)
     policy = kvpatch.Policy(scorer="t-swap", aggregation="single")

@@ -1,7 +1,9 @@
 """The `kvpatch` command. Modules here import torch and transformers inside their commands, so that --help is quick."""
 
+import os
 import signal
 import sys
+import threading
 
 import typer
 
@@ -33,7 +35,15 @@ def main() -> None:
         interrupted.append(signum)
         raise KeyboardInterrupt
 
+    def dropped(found):
+        # Raised where Python can only drop it, such as in the callback of a weak reference: raise it again elsewhere.
+        if interrupted and isinstance(found.exc_value, KeyboardInterrupt):
+            threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+        else:
+            sys.__unraisablehook__(found)
+
     signal.signal(signal.SIGINT, note)
+    sys.unraisablehook = dropped
     try:
         app()
     except BaseException:
