@@ -10,7 +10,16 @@ from kvpatch import turns
 from kvpatch.prefill import read_prompt
 
 
-def read(model, base, keyword: str, cache, input_ids: Tensor, mask: Tensor | None, new_tokens: int) -> Tensor:
+def read(
+    model,
+    base,
+    keyword: str,
+    cache,
+    input_ids: Tensor,
+    mask: Tensor | None,
+    new_tokens: int,
+    block: int | None = None,
+) -> Tensor:
     """Read a prompt, or a later turn's, from where the cache has come to.
 
     Pads are read with the first block, which is so much longer: no row is empty then.
@@ -20,15 +29,16 @@ def read(model, base, keyword: str, cache, input_ids: Tensor, mask: Tensor | Non
         cache: planned for the whole prompt; its policy's method has a block. Mutated.
         input_ids: [B, L] int64.   mask: [B, L] or None.
         new_tokens: most tokens that can be fed after the prompt.
+        block: queries of one forward, as of `read_prompt`; what is cut in between follows from the policy.
 
     Returns:
         logits after the last column, [B, V].
     """
-    first, columns, block = cache.columns, input_ids.shape[1], cache.policy.prefill.block
+    first, columns, size = cache.columns, input_ids.shape[1], cache.policy.prefill.block
     if mask is None:
         mask = torch.ones_like(input_ids)
     pads = int((mask[:, first:] == 0).sum(-1).max())
-    ends = [*range(first + pads + block, columns, block), columns]
+    ends = [*range(first + pads + size, columns, size), columns]
     whole, start, logits = list(cache.prompt), first, None
     turns.refuse_fused(model.config)
     for end in ends:
@@ -40,7 +50,7 @@ def read(model, base, keyword: str, cache, input_ids: Tensor, mask: Tensor | Non
         part = mask[:, :end]
         positions = (part.cumsum(-1) - 1).clamp_min(0)
         padded = None if bool(part.all()) else part
-        logits = read_prompt(model, base, keyword, cache, input_ids[:, :end], padded, positions)
+        logits = read_prompt(model, base, keyword, cache, input_ids[:, :end], padded, positions, block)
         if end < columns:
             cache.end_prefill()
         start = end

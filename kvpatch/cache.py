@@ -70,7 +70,6 @@ class SlotCache(Cache):
     def _forget(self) -> None:
         self.before_move()
         self.phase = "empty"  # then "prefill", "decode"
-        self.current_end = 0  # slots that the block being read fills up to
         self.columns = 0  # tokens consumed, pads included
         self.stored = 0  # slots that the prompt fills so far, with what was held before it
         self.step = 0  # decode steps begun since the last prompt
@@ -141,9 +140,7 @@ class SlotCache(Cache):
         self.budgets = [self.budget.tokens(length) if self.policy.evicts else None for length in whole]
         for length, budget in zip(whole, self.budgets, strict=True):
             if budget is not None:
-                self.policy.protected(budget)
-                if self.compresses and budget < length:
-                    self.policy.prefill.protected(budget)
+                self.policy.check_budget(budget, length)
         # Of a window that every layer has, its last position is not met again when the step is done.
         held = self.budgets if self.policy.trims else [None] * len(lengths)
         self.limits = [at_most(self.window - 1, budget) if self.window else budget for budget in held]
@@ -205,7 +202,6 @@ class SlotCache(Cache):
             self._grow(end + 1)
         self.current.add_layer(layer)
         self.note_bytes()
-        self.current_end = end
         keys, values = self.current.keys[layer], self.current.values[layer]
         keys[:, :, self.stored : end] = k
         values[:, :, self.stored : end] = v
@@ -222,11 +218,9 @@ class SlotCache(Cache):
             return None
         return LayerWatch(self, layer)
 
-    def note_queries(self, layer: int, queries: Tensor, raw: Tensor | None, scale: float, output) -> None:
-        """A layer's queries of the block that it has just stored; see `Watch.note`."""
-        if self.watch.needs.output:
-            self.watch.outputs[layer] = output
-        end = self.current_end
+    def note_queries(self, layer: int, block: int, queries: Tensor, raw: Tensor | None, scale: float) -> None:
+        """A layer's queries of the block, of so many columns, that it has just stored; see `Watch.note`."""
+        end = self.stored + block
         valid = turns.valid(self, end - max(self.before, default=0))
         keys, reach = self.current.keys[layer][:, :, :end], self.windows[layer]
         self.watch.note(layer, queries, raw, keys, valid, scale, reach)

@@ -35,20 +35,23 @@ class LayerWatch:
     """What a layer of the model shows its queries to while it reads a prompt.
 
     Attributes:
-        raw, output: whether queries before RoPE and the output projection's weight are wanted.
+        raw, output: whether queries before RoPE and the output projection's weight are wanted; the latter once.
     """
 
     def __init__(self, cache, layer: int):
         self.cache, self.layer = cache, layer
-        self.raw, self.output = cache.watch.needs.law, cache.watch.needs.output
+        needs = cache.watch.needs
+        self.raw, self.output = needs.law, needs.output and cache.watch.outputs[layer] is None
 
     def columns(self, block: int) -> int:
         """How many of a block's last columns are wanted; in a later turn pads may lie before and behind any token."""
         return block if self.cache.before else self.cache.watch.columns(block)
 
-    def note(self, queries: Tensor, raw: Tensor | None, scale: float, output: Tensor | None) -> None:
-        """Take the queries [B, H, columns, D] of those columns, after RoPE and before."""
-        self.cache.note_queries(self.layer, queries, raw, scale, output)
+    def note(self, block: int, queries: Tensor, raw: Tensor | None, scale: float, output: Tensor | None) -> None:
+        """Take the queries [B, H, columns, D] of those columns of a block, after RoPE and before."""
+        if self.output:
+            self.cache.watch.outputs[self.layer] = output
+        self.cache.note_queries(self.layer, block, queries, raw, scale)
 
 
 class SlotLayer(CacheLayerMixin):

@@ -105,30 +105,27 @@ def _critical(rule: Prefill, given: dict) -> Prefill:
     return rule.replace(name="criticalkv", critical=given.pop("first_stage_ratio", 0.5))
 
 
-_AROUND: dict[str, Callable[[Prefill, dict], Prefill]] = {
-    "AdaKVPress": _adaptive,
-    "CriticalKVPress": _critical,
-    "CriticalAdaKVPress": lambda rule, given: _adaptive(_critical(rule, given), given),
-}
-
-
-_OF_AROUND = {
-    "AdaKVPress": ("alpha_safeguard",),
-    "CriticalKVPress": ("epsilon", "first_stage_ratio"),
-    "CriticalAdaKVPress": ("alpha_safeguard", "epsilon", "first_stage_ratio"),
+# Presses around another one: what they make of its rule, and which arguments are theirs.
+_AROUND: dict[str, tuple[Callable[[Prefill, dict], Prefill], tuple[str, ...]]] = {
+    "AdaKVPress": (_adaptive, ("alpha_safeguard",)),
+    "CriticalKVPress": (_critical, ("epsilon", "first_stage_ratio")),
+    "CriticalAdaKVPress": (
+        lambda rule, given: _adaptive(_critical(rule, given), given),
+        ("alpha_safeguard", "epsilon", "first_stage_ratio"),
+    ),
 }
 
 
 def _rule(name: str, given: dict) -> tuple[Prefill, float]:
     """The rule and the share that goes; what is left of the arguments is unknown."""
     if name in _AROUND:
-        inner = given.pop("press", "SnapKVPress")
-        inner_name, inner_given = _opened(inner)
+        inner_name, inner_given = _opened(given.pop("press", "SnapKVPress"))
         if inner_name not in _PLAIN:
             raise ValueError(f"press must be one of {', '.join(sorted(_PLAIN))}, got {inner_name!r}")
-        own = {key: given.pop(key) for key in _OF_AROUND[name] if key in given}
+        change, names = _AROUND[name]
+        own = {key: given.pop(key) for key in names if key in given}
         rule, ratio = _rule(inner_name, inner_given | given)
-        rule = _AROUND[name](rule, own)
+        rule = change(rule, own)
         given = own
     elif name in _PLAIN:
         ratio = given.pop("compression_ratio", 0.0)

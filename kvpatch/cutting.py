@@ -34,8 +34,7 @@ def by_method(cache, valid: Tensor) -> None:
     prompts = [_prompt(cache, layer, columns, ahead) for layer in range(shape.layers)]
     utility = cache.current.utility[0, ..., :n]
     before = torch.tensor(cache.before or [0] * len(cache.entries), device=utility.device)
-    turns = rule.carries and bool(cache.before)
-    earlier = torch.where(prompts[0].places < before[None, :, None, None], utility, 0.0) if turns else None
+    earlier = torch.where(prompts[0].places < before[None, :, None, None], utility, 0.0) if rule.carries else None
     found = compression.cut(rule, prompts, cache.budgets, shape.ranked_layers, shape.ranked_heads, earlier)
     if rule.carries:
         utility.copy_(torch.stack(found.scores))

@@ -87,9 +87,8 @@ def _decode(handle, cache, call: "Call", model_kwargs):
     started = time.perf_counter()
     logits = cache.logits if columns == cache.columns else None
     if cache.compresses and cache.policy.prefill.block is not None:
-        logits = bounded.read(
-            model, handle.parts.base, handle.keyword, cache, input_ids, mask, config.max_length - columns - 1
-        )
+        new, chunk = config.max_length - columns - 1, config.prefill_chunk_size
+        logits = bounded.read(model, handle.parts.base, handle.keyword, cache, input_ids, mask, new, chunk)
     elif logits is None:
         logits = read_prompt(
             model, handle.parts.base, handle.keyword, cache, input_ids, mask, positions, config.prefill_chunk_size

@@ -66,9 +66,7 @@ def patch(
         for layer in ranking.scoring_layers(model.config.num_hidden_layers):
             ranking.head_weights(layer, model.config.num_attention_heads)
     if isinstance(budget.value, int):
-        policy.protected(budget.value)
-        if policy.prefill is not None:
-            policy.prefill.protected(budget.value)
+        policy.check_budget(budget.value)
     if ATTRIBUTE in model.__dict__:
         if not replace:
             raise ValueError(

@@ -2,13 +2,12 @@
 
 import dataclasses
 import difflib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvpatch.budget import UNSET, Budget
 from kvpatch.compression import rule as prompts
-from kvpatch.ranking import Blend, Ranking, is_int, one_of
+from kvpatch.ranking import Blend, Ranking, check_part, check_seed, is_int, one_of, part_of
 
 COUPLINGS = ("sequential", "uniform", "per_layer", "per_head")
 
@@ -71,11 +70,8 @@ class Policy:
         if self.refresh != "once" and not (is_int(self.refresh) and self.refresh >= 1):
             raise ValueError(f'refresh must be an int >= 1 or "once", got {self.refresh!r}')
         for field in ("sinks", "recent", "reserve"):
-            value = getattr(self, field)
-            if not ((is_int(value) and value >= 0) or (isinstance(value, float) and 0.0 <= value < 1.0)):
-                raise ValueError(f"{field} must be an int >= 0 or a float in [0, 1) (share of budget), got {value!r}")
-        if not (is_int(self.seed) and abs(self.seed) < 2**32):
-            raise ValueError(f"seed must be an int between -2**32 and 2**32, got {self.seed!r}")
+            check_part(field, getattr(self, field))
+        check_seed(self.seed)
         for field in ("evicts", "rescue", "grows"):
             if not isinstance(getattr(self, field), bool):
                 raise ValueError(f"{field} must be True or False, got {getattr(self, field)!r}")
@@ -162,7 +158,7 @@ class Policy:
         Raises:
             ValueError: if they leave no entry that may be evicted.
         """
-        counts = tuple(_count(getattr(self, field), budget) for field in ("sinks", "recent", "reserve"))
+        counts = tuple(part_of(getattr(self, field), budget) for field in ("sinks", "recent", "reserve"))
         total = " + ".join(map(str, counts))
         if sum(counts) >= budget and sum(counts) > 0:
             raise ValueError(
@@ -175,13 +171,19 @@ class Policy:
             )
         return counts
 
+    def check_budget(self, budget: int, length: int | None = None) -> None:
+        """Whether a budget of that many tokens has room for what is protected of a prompt of that length (None: any).
+
+        Raises:
+            ValueError: if not.
+        """
+        self.protected(budget)
+        if self.prefill is not None and (length is None or budget < length):
+            self.prefill.protected(budget)
+
     def blended(self, budget: int) -> int:
         """Entries that `blend` keeps under a budget of that many tokens."""
         return 0 if self.blend is None else self.blend.count(budget)
-
-
-def _count(value: int | float, budget: int) -> int:
-    return math.floor(value * budget + 1e-9) if isinstance(value, float) else value
 
 
 def _nearest(name: str, known) -> str:

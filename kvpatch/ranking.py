@@ -124,7 +124,7 @@ class Blend(Ranking):
 
     def count(self, budget: int) -> int:
         """Entries of a budget of that many tokens that this ranking keeps."""
-        return math.floor(self.share * budget + 1e-9)
+        return part_of(self.share, budget)
 
 
 def one_of(field: str, value, allowed: tuple[str, ...]) -> None:
@@ -141,6 +141,23 @@ def is_int(value) -> bool:
 def is_real(value) -> bool:
     """Whether it is a number and no truth value."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def check_part(field: str, value) -> None:
+    """ValueError for what is neither a count nor a share of the budget."""
+    if not ((is_int(value) and value >= 0) or (isinstance(value, float) and 0.0 <= value < 1.0)):
+        raise ValueError(f"{field} must be an int >= 0 or a float in [0, 1) (share of budget), got {value!r}")
+
+
+def part_of(value: int | float, budget: int) -> int:
+    """A count, or a share of a budget, as a number of entries."""
+    return math.floor(value * budget + 1e-9) if isinstance(value, float) else value
+
+
+def check_seed(value) -> None:
+    """ValueError for what the scorer "random" can't take."""
+    if not (is_int(value) and abs(value) < 2**32):
+        raise ValueError(f"seed must be an int between -2**32 and 2**32, got {value!r}")
 
 
 def _layers(value) -> tuple[int, ...]:

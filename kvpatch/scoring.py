@@ -4,7 +4,7 @@ A scorer is a pure function of one layer's tensors. It gives a score per KV head
 the coupling shares it. Nothing here knows of transformers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import torch
@@ -123,14 +123,23 @@ def register_scorer(name: str, score: Callable[[Scene], Tensor], *, uses_attenti
             can trace whole. It is tried on a small scene here.
         uses_attention: whether it reads `scene.weights`; head_pool other than "mean" needs that.
     """
+    check_new("scorer", name, score, "a Scene", () if replace else _SCORERS)
+    _check(name, score)
+    _SCORERS[name] = Scorer(name, score, bool(uses_attention))
+
+
+def check_new(kind: str, name: str, score: Callable, takes: str, known: Collection[str]) -> None:
+    """Whether a function of what it `takes` can be registered under a name that is not `known`.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+    """
     if not isinstance(name, str) or not name:
         raise TypeError(f"name must be a non-empty str, got {name!r}")
     if not callable(score):
-        raise TypeError(f"score must be a function of a Scene, got {score!r}")
-    if name in _SCORERS and not replace:
-        raise ValueError(f"scorer {name!r} is registered already; pass replace=True to replace it")
-    _check(name, score)
-    _SCORERS[name] = Scorer(name, score, bool(uses_attention))
+        raise TypeError(f"score must be a function of {takes}, got {score!r}")
+    if name in known:
+        raise ValueError(f"{kind} {name!r} is registered already; pass replace=True to replace it")
 
 
 def _check(name: str, score: Callable[[Scene], Tensor]) -> None:

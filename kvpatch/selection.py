@@ -126,17 +126,26 @@ def first_cut(
     Returns:
         [Lc, B, Gc, n] bool, min(held, budget) entries a row.
     """
-    slots = utility.shape[-1]
     held = valid.sum(-1, keepdim=True)
     kept = torch.minimum(held, per_row(budget))
     tier = valid.to(torch.int8) + 2 * (shielded & valid)
     if rescue:
         tier = tier + (block_best(utility, valid, positions) & (held - kept > 1)).to(torch.int8)
-    # Stable sorts from the minor key to the major one: position (the order of slots), utility, tier.
+    return highest(utility, tier, kept)
+
+
+def highest(utility: Tensor, tier: Tensor, count: Tensor) -> Tensor:
+    """The entries of highest tier, then utility, then slot: bool [..., n].
+
+    Args:
+        utility, tier: [..., n].   count: [..., 1] int64, how many.
+    """
+    # Stable sorts from the minor key to the major one: slot, utility, tier.
     order = utility.argsort(dim=-1, stable=True)
     order = order.gather(-1, tier.gather(-1, order).argsort(dim=-1, stable=True))
+    slots = utility.shape[-1]
     rank = torch.arange(slots, device=utility.device).expand_as(order)
-    return torch.zeros_like(valid).scatter(-1, order, rank >= slots - kept)
+    return torch.zeros_like(order, dtype=torch.bool).scatter(-1, order, rank >= slots - count)
 
 
 def block_best(utility: Tensor, valid: Tensor, positions: Tensor) -> Tensor:

@@ -142,18 +142,18 @@ def show(attention: nn.Module, project: Callable, watch, hidden: Tensor, positio
     Args:
         project: as of `rewritten_forward`.
         watch: columns(block) -> how many of a block's last columns; raw, output: whether queries before RoPE and the
-            output projection are wanted; note(queries, raw, scale, output).
+            output projection are wanted; note(block, queries, raw, scale, output).
         hidden: [B, q, E], what the layer was given.
     """
-    columns = watch.columns(hidden.shape[1])
-    cos, sin = (part[:, hidden.shape[1] - columns :] for part in position_embeddings)
-    last = hidden[:, hidden.shape[1] - columns :]
-    places = None if position_ids is None else position_ids[:, hidden.shape[1] - columns :]
+    block = hidden.shape[1]
+    first = block - watch.columns(block)
+    cos, sin = (part[:, first:] for part in position_embeddings)
+    last, places = hidden[:, first:], None if position_ids is None else position_ids[:, first:]
     queries = project(attention, last, (cos, sin), places)[0]
     # A rotation by nothing leaves them as they are before RoPE.
     unturned = (torch.ones_like(cos), torch.zeros_like(sin))
     raw = project(attention, last, unturned, places)[0] if watch.raw else None
-    watch.note(queries, raw, attention.scaling, output_weight(attention) if watch.output else None)
+    watch.note(block, queries, raw, attention.scaling, output_weight(attention) if watch.output else None)
 
 
 def output_weight(attention: nn.Module) -> Tensor:
@@ -199,9 +199,10 @@ def project(attention: nn.Module, hidden: Tensor, position_embeddings, position_
 def rotate(q: Tensor, k: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Rotary embedding in the half-split layout: q, k [B, heads, q, D], cos and sin [B, q, D]."""
     cos, sin = (part.unsqueeze(1) for part in position_embeddings)
-    return q * cos + _half_turned(q) * sin, k * cos + _half_turned(k) * sin
+    return q * cos + half_turned(q) * sin, k * cos + half_turned(k) * sin
 
 
-def _half_turned(states: Tensor) -> Tensor:
+def half_turned(states: Tensor) -> Tensor:
+    """A quarter turn of every pair of the half-split layout: states [..., D]."""
     first, second = states.chunk(2, dim=-1)
     return torch.cat((-second, first), dim=-1)

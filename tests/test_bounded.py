@@ -27,7 +27,7 @@ def snapkv_in_blocks(layer: oracle.Layer, budget: int, block: int) -> list[list[
             # Of the other heads only the shapes matter.
             own = held[head]
             seen = oracle.Layer(layer.q[:, own], layer.k[:, own], layer.v[:, own])
-            window = min(WINDOW, min(block, layer.length - start))
+            window = min(WINDOW, block, layer.length - start)
             kept = oracle.keep_top(
                 dict(enumerate(oracle.snapkv_scores(seen, window)[head])),
                 range(len(own)),
@@ -50,9 +50,7 @@ def test_what_is_kept_is_what_the_reference_keeps_block_by_block(name, block):
         (held,) = kept_by(handle, 0, len(ids))
         assert handle.stats.cut == 60 - budget and handle.stats.held == budget + 1
     (layer,) = layers_of(model, torch.tensor(ids))
-    if name == "snapkv" and block == 5:
-        wanted = snapkv_in_blocks(layer, budget, block)
-    elif name == "snapkv":
+    if name == "snapkv":
         wanted = snapkv_in_blocks(layer, budget, block)
     else:
         (wanted,) = getattr(oracle, name)([layer], budget, block)
@@ -108,6 +106,23 @@ def test_no_more_than_the_budget_and_a_block_is_ever_held():
     with kvpatch.patched(model, policy_of("snapkv"), budget=budget, compile=False) as handle:
         decoded(model, ids, 2)
         assert handle.stats.peak_cache_bytes > 8 * whole
+
+
+def test_shorter_forwards_inside_a_block_change_nothing():
+    model, batch = llama(), left_padded(prompts((50, 31)))
+    with kvpatch.patched(model, blockwise("snapkv", 16), budget=12, compile=False) as handle:
+        lengths = []
+        hook = model.get_input_embeddings().register_forward_hook(
+            lambda _, given, __: lengths.append(given[0].shape[1])
+        )
+        try:
+            whole, held = run(model, batch, max_new_tokens=5), handle.retained()
+            assert max(lengths) == 16 + 50 - 31  # the pads are read with the first block
+            lengths.clear()
+            assert torch.equal(run(model, batch, max_new_tokens=5, prefill_chunk_size=6), whole)
+        finally:
+            hook.remove()
+        assert max(lengths) == 6 and torch.equal(handle.retained(), held)
 
 
 def test_a_later_turn_is_read_in_blocks_too():

@@ -166,6 +166,15 @@ def test_a_budget_that_holds_everything_changes_nothing(name):
             assert torch.equal(decoded(model, rows, 6)[0], expected)
 
 
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_on_every_architecture_a_budget_that_holds_everything_changes_nothing(kind):
+    model, rows = tiny(kind), prompts((50, 31))
+    expected, _ = decoded(model, rows, 6)
+    for name in ("snapkv", "adakv", "expected-attention", "h2o"):
+        with kvpatch.patched(model, name, budget=60, compile=False):
+            assert torch.equal(decoded(model, rows, 6)[0], expected), name
+
+
 @pytest.mark.parametrize("name", ["snapkv", "adakv", "h2o"])
 def test_compiled_steps_say_the_same_and_are_compiled_once(name):
     # Float32: float64 has another product on the compiled path.
@@ -282,6 +291,7 @@ def test_several_policies_cut_one_reading():
 
 def test_where_every_layer_has_a_window_nothing_is_held_that_none_meets():
     model, rows = tiny("mistral", sliding_window=24), prompts((60, 41), seed=5)
+    plain, _ = decoded(model, rows, 6)
     for coupling in ("sequential", "per_layer", "per_head"):
         for budget in (8, 16, 40, 100):
             method = policy_of("snapkv").prefill
@@ -293,12 +303,7 @@ def test_where_every_layer_has_a_window_nothing_is_held_that_none_meets():
                 # After five steps the newest token is the fifth behind the prompt, and the next one meets 23 before it.
                 assert all(min(head, default=99) >= len(ids) + 5 - 23 for layer in held[row] for head in layer)
     with kvpatch.patched(model, "snapkv", budget=100, compile=False):
-        assert torch.equal(decoded(model, rows, 6)[0], _plainly(model, rows, 6))
-
-
-def _plainly(model, rows, tokens):
-    kvpatch.unpatch(model)
-    return decoded(model, rows, tokens)[0]
+        assert torch.equal(decoded(model, rows, 6)[0], plain)
 
 
 def test_rotations_that_follow_the_longest_position_are_left_as_they_are():

@@ -1,0 +1,1 @@
+"""Methods that cut a prompt to its budget before anything is decoded."""

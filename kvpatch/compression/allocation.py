@@ -11,6 +11,8 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
+from kvpatch import selection
+
 
 def best_of(scores: Tensor, held: Tensor, protected: Tensor, count: Tensor) -> Tensor:
     """The protected entries, then the best of the others, up to `count` of each head.
@@ -20,13 +22,8 @@ def best_of(scores: Tensor, held: Tensor, protected: Tensor, count: Tensor) -> T
     """
     held = held.expand(scores.shape)
     tier = held.to(torch.int8) + 2 * (protected & held).to(torch.int8)
-    # Stable sorts from the minor key to the major one: position (the order of slots), score, tier.
-    order = scores.argsort(dim=-1, stable=True)
-    order = order.gather(-1, tier.gather(-1, order).argsort(dim=-1, stable=True))
-    slots = scores.shape[-1]
     kept = torch.minimum(held.sum(-1, keepdim=True), count.expand(scores.shape[:2])[..., None])
-    rank = torch.arange(slots, device=scores.device).expand_as(order)
-    return torch.zeros_like(held).scatter(-1, order, rank >= slots - kept)
+    return selection.highest(scores, tier, kept)
 
 
 def competing(scores: list[Tensor], held: Tensor, protected: Tensor, budget: Tensor, secured: Tensor) -> list[Tensor]:

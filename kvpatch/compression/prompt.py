@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+SINKS = 4  # first tokens that Expected Attention leaves out of its statistics and its softmax
+CELLS = 2**24  # of the largest piece that is made at once
+
 
 class Prompt(NamedTuple):
     """One layer's prompt.

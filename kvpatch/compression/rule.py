@@ -4,7 +4,6 @@ Pure tensor code; shapes as in `kvpatch.compression.prompt`. L layers.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,7 +14,8 @@ from torch import Tensor
 from kvpatch.compression import allocation, scores
 from kvpatch.compression.prompt import Prompt, accumulation
 from kvpatch.compression.watch import Needs
-from kvpatch.ranking import is_int, is_real, one_of
+from kvpatch.ranking import check_part, check_seed, is_int, is_real, one_of, part_of
+from kvpatch.scoring import check_new
 
 ALLOCATIONS = ("uniform", "pyramid", "cake", "adaptive", "global")
 
@@ -43,12 +43,7 @@ def register_method(name: str, score: Callable, *, window=False, law=False, mass
         score: a function of a `Prompt` and the `Prefill` that gives [B, G, n]; pure tensor code.
         window, law, mass: what it reads of the prompt beside keys, values and length.
     """
-    if not isinstance(name, str) or not name:
-        raise TypeError(f"name must be a non-empty str, got {name!r}")
-    if not callable(score):
-        raise TypeError(f"score must be a function of a Prompt and a Prefill, got {score!r}")
-    if name in _METHODS and not replace:
-        raise ValueError(f"method {name!r} is registered already; pass replace=True to replace it")
+    check_new("method", name, score, "a Prompt and a Prefill", () if replace else _METHODS)
     _METHODS[name] = Method(score, bool(window), bool(law), bool(mass))
 
 
@@ -119,8 +114,7 @@ class Prefill:
             raise ValueError(f"name must be a str, got {self.name!r}")
         if not isinstance(self.carries, bool):
             raise ValueError(f"carries must be True or False, got {self.carries!r}")
-        if not (is_int(self.seed) and abs(self.seed) < 2**32):
-            raise ValueError(f"seed must be an int between -2**32 and 2**32, got {self.seed!r}")
+        check_seed(self.seed)
         if not isinstance(self.score, str) or self.score not in _METHODS:
             raise ValueError(f"score must be one of {', '.join(list_methods())}, got {self.score!r}")
         if not (is_int(self.window) and self.window >= 1):
@@ -130,14 +124,11 @@ class Prefill:
         one_of("pool", self.pool, ("mean", "max"))
         one_of("allocation", self.allocation, ALLOCATIONS)
         for field in ("sinks", "recent"):
-            value = getattr(self, field)
-            if not ((is_int(value) and value >= 0) or (isinstance(value, float) and 0.0 <= value < 1.0)):
-                raise ValueError(f"{field} must be an int >= 0 or a float in [0, 1) (share of budget), got {value!r}")
+            check_part(field, getattr(self, field))
         if not (is_real(self.floor) and 0.0 <= self.floor <= 1.0):
             raise ValueError(f"floor must be a number in [0, 1], got {self.floor!r}")
         if self.critical is not None and not (is_real(self.critical) and 0.0 <= self.critical <= 1.0):
             raise ValueError(f"critical must be None or a number in [0, 1], got {self.critical!r}")
-
         if self.block is not None:
             self._check_block()
 
@@ -176,9 +167,7 @@ class Prefill:
         Raises:
             ValueError: if they do not fit.
         """
-        sinks, recent = (
-            math.floor(x * budget + 1e-9) if isinstance(x, float) else x for x in (self.sinks, self.recent)
-        )
+        sinks, recent = part_of(self.sinks, budget), part_of(self.recent, budget)
         if sinks + recent > budget:
             raise ValueError(
                 f"prefill {self.name!r} keeps the first {sinks} and the last {recent} tokens, which must fit the "

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from kvpatch import scoring
 from kvpatch.compression.prompt import (
+    CELLS,
+    SINKS,
     Prompt,
     accumulation,
     group_mean,
@@ -16,12 +18,11 @@ from kvpatch.compression.prompt import (
     window_mean,
     window_variance,
 )
+from kvpatch.patches import half_turned
 
-SINKS = 4  # first tokens that Expected Attention leaves out of its statistics and its softmax
 CAKE_VARIANCE = 200.0
 CRITICAL = 1e-4
 RECENT_WEIGHT = 0.2
-_CELLS = 2**24  # of the largest piece that is made at once
 
 
 def snapkv(prompt: Prompt, width: int = 5, kind: str = "mean") -> Tensor:
@@ -75,8 +76,7 @@ def expected_attention(prompt: Prompt) -> Tensor:
 
 def _turned(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """A rotary embedding's mean over positions, in the half-split layout, of states [..., D]."""
-    first, second = states.chunk(2, dim=-1)
-    return states * cos + torch.cat((-second, first), dim=-1) * sin
+    return states * cos + half_turned(states) * sin
 
 
 def projected_norm(prompt: Prompt) -> Tensor:
@@ -86,7 +86,7 @@ def projected_norm(prompt: Prompt) -> Tensor:
     heads = prompt.queries.shape[1]
     by_head = prompt.output.to(wide).view(-1, heads, width)
     total = torch.zeros(batch, groups, slots, dtype=wide, device=prompt.values.device)
-    piece = max(1, _CELLS // (batch * by_head.shape[0]))  # no [B, n, E] at once
+    piece = max(1, CELLS // (batch * by_head.shape[0]))  # no [B, n, E] at once
     for head in range(heads):
         group = head // (heads // groups)
         for start in range(0, slots, piece):

@@ -8,11 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpatch.compression.prompt import Law, accumulation
+from kvpatch.compression.prompt import CELLS, SINKS, Law, accumulation
 
 AHEAD = 512  # positions that Expected Attention looks ahead to
-SINKS = 4  # first tokens that it leaves out
-_CELLS = 2**24  # of the largest piece of an attention matrix that is made at once
 
 
 class Needs(NamedTuple):
@@ -135,7 +133,7 @@ class Watch:
         if self.masses[layer] is not None:
             mass[..., : self.masses[layer].shape[-1]] = self.masses[layer]
         places = torch.arange(stored, device=keys.device)
-        piece = max(1, _CELLS // (batch * heads * stored))
+        piece = max(1, CELLS // (batch * heads * stored))
         for start in range(0, columns, piece):
             some = packed[:, :, :, start : start + piece]
             own = stored - columns + start + torch.arange(some.shape[3], device=keys.device)
@@ -148,10 +146,8 @@ class Watch:
             mass += torch.where(asks, weights, 0.0).sum(3).mean(2)
         self.masses[layer] = mass
 
-    def law(self, layer: int, cos: Tensor, sin: Tensor) -> Law | None:
+    def law(self, layer: int, cos: Tensor, sin: Tensor) -> Law:
         """The law of a layer's queries; cos and sin are the means [B, D] of the rotary factors ahead."""
-        if not self.needs.law:
-            return None
         count = self._counts[layer].clamp_min(1).to(self._sums[layer].dtype)
         mean = self._sums[layer] / count[:, None, None]
         square = self._squares[layer] / count[:, None, None, None]

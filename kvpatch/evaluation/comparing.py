@@ -1,7 +1,7 @@
 """Two policies held against each other, and what each keeps of the full cache's answers, as tables."""
 
 from kvpatch.evaluation.summary import FULL, SCORE, compare
-from kvpatch.evaluation.tables import UNITS, Entry, Merged, Table, budgets_of, span, titled, unique
+from kvpatch.evaluation.tables import Entry, Merged, Table, bracket, budgets_of, span, titled, unique, with_unit
 
 # Measures of which less is better; of all others more is.
 LESS = ("kl", "kl_p95", "lost_mass")
@@ -29,7 +29,7 @@ def comparison(merged: Merged, one: str, other: str) -> Table:
 
 def _compared(row: dict, measure: str) -> list[Entry]:
     scale, form = (100.0, ".1f") if measure == SCORE else (1.0, ".3g")
-    what = row["task"] if measure == SCORE else f"{row['task']}, {measure}" + _unit(measure)
+    what = row["task"] if measure == SCORE else f"{row['task']}, {with_unit(measure)}"
     sides = [_mean(row, side, scale, form) for side in ("one", "other")]
     change = (
         "-"
@@ -49,13 +49,7 @@ def _verdict(row: dict, measure: str) -> str:
 
 def _mean(row: dict, side: str, scale: float, form: str) -> str:
     mean = format(scale * row[side], form)
-    if row[f"{side}_low"] is None:
-        return mean
-    return f"{mean} [{', '.join(format(scale * row[f'{side}_{end}'], form) for end in ('low', 'high'))}]"
-
-
-def _unit(measure: str) -> str:
-    return f" ({UNITS[measure]})" if measure in UNITS else ""
+    return mean if row[f"{side}_low"] is None else mean + bracket(row, f"{side}_", scale, form)
 
 
 def kept(merged: Merged) -> list[Table]:

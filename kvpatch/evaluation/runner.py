@@ -139,10 +139,7 @@ class Evaluation:
             policy = resolve(way.policy)
             try:
                 if way.budget is not None:
-                    budget = way.budget.tokens(shortest)
-                    policy.protected(budget)
-                    if policy.prefill is not None and budget < shortest:
-                        policy.prefill.protected(budget)
+                    policy.check_budget(way.budget.tokens(shortest), shortest)
             except ValueError as error:
                 reason = f"{way.name} {way.text}: {error}"
                 plan.refused.append({"task": name, "length": length, "reason": reason})

@@ -154,13 +154,23 @@ def _score(row: dict, scale: float, counted: bool) -> str:
     if row["difference_low"] is not None:
         text += f" ({span(row, 'difference', scale, '+.1f')})"
     elif row["low"] is not None:
-        text += f" [{scale * row['low']:.1f}, {scale * row['high']:.1f}]"
+        text += bracket(row, "", scale, ".1f")
     return text + (f", n = {row['n']}" if counted else "")
 
 
 def span(row: dict, name: str, scale: float, form: str) -> str:
     """The interval of a row's difference of that name, signed."""
     return " to ".join(format(scale * row[f"{name}_{end}"], form) for end in ("low", "high"))
+
+
+def bracket(row: dict, prefix: str, scale: float, form: str) -> str:
+    """A mean's interval, whose keys begin with the prefix, to stand behind it."""
+    return f" [{', '.join(format(scale * row[prefix + end], form) for end in ('low', 'high'))}]"
+
+
+def with_unit(measure: str) -> str:
+    """A measure's name, with its unit if it has one."""
+    return f"{measure} ({UNITS[measure]})" if measure in UNITS else measure
 
 
 def _measures(title: str, rows: list[dict]) -> Table:
@@ -173,7 +183,7 @@ def _measures(title: str, rows: list[dict]) -> Table:
         counts = unique(str(row["n"]) for row in cells if row)
         entries = [Entry(measured(row), row["grey"]) if row else Entry("-") for row in cells]
         lines.append([Entry(policy if budget == FULL else f"{policy}, {budget}"), Entry(", ".join(counts)), *entries])
-    head = ["policy", "n", *(f"{name} ({UNITS[name]})" if name in UNITS else name for name in names)]
+    head = ["policy", "n", *map(with_unit, names)]
     grey = any(entry.grey for line in lines for entry in line)
     notes = [BRACKETS.replace("Means x100", "Means"), *([f"In italics: {GREY}."] if grey else [])]
     return Table(title, head, lines, notes)
@@ -184,7 +194,7 @@ def measured(row: dict) -> str:
     text = f"{row['mean']:.3g}"
     if row["difference_low"] is not None:
         return f"{text} ({span(row, 'difference', 1.0, '+.3g')})"
-    return text if row["low"] is None else f"{text} [{row['low']:.3g}, {row['high']:.3g}]"
+    return text if row["low"] is None else text + bracket(row, "", 1.0, ".3g")
 
 
 def markdown(tables: list[Table]) -> str:
