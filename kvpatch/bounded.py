@@ -46,7 +46,7 @@ def read(
             cache.expect(end - start)
             turns.reopen(cache)
         cache.whole = whole
-        cache.plan(mask[:, start:end].sum(-1).tolist(), new_tokens if end == columns else 0)
+        cache.plan(mask[:, start:end].sum(-1).tolist(), new_tokens)
         part = mask[:, :end]
         positions = (part.cumsum(-1) - 1).clamp_min(0)
         padded = None if bool(part.all()) else part

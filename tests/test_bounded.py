@@ -86,6 +86,12 @@ def test_a_share_of_the_prompt_is_of_the_whole_prompt():
         decoded(model, rows, 2)
         assert [len(kept_by(handle, row, len(ids))[0][0]) for row, ids in enumerate(rows)] == [16, 12]
         assert handle.stats.budget == [None, None]
+    kept = []
+    for budget in (share, 16):  # a smaller share of what was read so far would keep others
+        with kvpatch.patched(model, blockwise("knorm", 10), budget=budget, compile=False) as handle:
+            decoded(model, rows[:1], 2)
+            kept.append(handle.retained())
+    assert torch.equal(*kept)
     bounded = kvpatch.Policy("bounded", coupling="per_head", scorer="knorm", aggregation="single")
     bounded = bounded.replace(prefill=rule.Prefill(score="knorm", block=10))
     with kvpatch.patched(model, bounded, budget=share, compile=False) as handle:

@@ -304,6 +304,16 @@ def test_where_every_layer_has_a_window_nothing_is_held_that_none_meets():
                 assert all(min(head, default=99) >= len(ids) + 5 - 23 for layer in held[row] for head in layer)
     with kvpatch.patched(model, "snapkv", budget=100, compile=False):
         assert torch.equal(decoded(model, rows, 6)[0], plain)
+    shared = kvpatch.Policy("shared", prefill="knorm", grows=True)  # its scores know nothing of windows
+    with kvpatch.patched(model, shared, budget=16, compile=False) as handle:
+        decoded(model, rows, 1)
+        for row, ids in enumerate(rows):
+            (positions,) = {tuple(head) for layer in kept_by(handle, row, len(ids)) for head in layer}
+            assert len(positions) == 16 and min(positions) > len(ids) - 24
+    wider = tiny("mistral", sliding_window=70)
+    with kvpatch.patched(wider, policy_of("snapkv"), budget=150, compile=False) as handle:
+        decoded(wider, prompts((200,)), 3)
+        assert handle.stats.held == 69
 
 
 def test_rotations_that_follow_the_longest_position_are_left_as_they_are():

@@ -23,6 +23,7 @@ from kvpatch.patches import half_turned
 CAKE_VARIANCE = 200.0
 CRITICAL = 1e-4
 RECENT_WEIGHT = 0.2
+_DIRECT = "donot_use_mm_for_euclid_dist"  # a product of matrices loses what is near
 
 
 def snapkv(prompt: Prompt, width: int = 5, kind: str = "mean") -> Tensor:
@@ -100,16 +101,23 @@ def restkv(prompt: Prompt, width: int = 5) -> Tensor:
     in which the newer query has weight 0.2, pooled (ReST-KV)."""
     rows = window_attention(prompt)
     values = prompt.values.to(rows.dtype)
-    outputs = torch.einsum("bgrwn,bgnd->bgrwd", rows, values)
     m = torch.zeros_like(rows[:, :, :, 0])
-    least = torch.finfo(rows.dtype).eps  # of what one entry leaves to the others
     for query in range(prompt.window):
-        a = rows[:, :, :, query]
-        # Not as a product of matrices, which loses what is near: an entry that has nearly all attention.
-        apart = torch.cdist(outputs[:, :, :, query], values, compute_mode="donot_use_mm_for_euclid_dist")
-        new = (1 - RECENT_WEIGHT) * m + RECENT_WEIGHT * a / (1 - a).clamp_min(least) * apart
+        new = (1 - RECENT_WEIGHT) * m + RECENT_WEIGHT * _change(rows[:, :, :, query], values)
         m = torch.where(prompt.asks[:, query, None, None, None], new, m)
     return group_mean(pooled(m, prompt.outside()[:, :, None], width))
+
+
+def _change(a: Tensor, values: Tensor) -> Tensor:
+    """a / (1 - a) * ||o - v||_2 of every entry: a [B, G, R, n], values [B, G, n, D] to [B, G, R, n]."""
+    change = a / (1 - a) * torch.cdist(a @ values, values, compute_mode=_DIRECT)
+    # 1 - a and o - v lose all their digits where one entry has nearly everything: there by what the others have.
+    most, peak = a.max(-1, keepdim=True)
+    others = a.scatter(-1, peak, 0.0)
+    left = others.sum(-1, keepdim=True).clamp_min(torch.finfo(a.dtype).tiny)
+    of_peak = values.gather(2, peak.expand(*peak.shape[:-1], values.shape[-1]))
+    apart = ((others / left) @ values - of_peak).norm(dim=-1, keepdim=True)
+    return change.scatter(-1, peak, most * apart)
 
 
 def last_query(prompt: Prompt) -> Tensor:
