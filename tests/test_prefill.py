@@ -64,6 +64,7 @@ def met(model, ids: torch.Tensor, hidden_from: list | None = None) -> tuple[list
                 gone = [place for place in range(prompt) if place not in kept[len(found) - 1][head // group]]
                 meets[head, prompt:, gone] = False
         weights = logits.masked_fill(~meets, -torch.inf).softmax(-1)
+        found[-1]["weights"] = weights[0]
         return (weights @ values).transpose(1, 2), weights
 
     AttentionInterface.register("looked_at", attention)
@@ -287,6 +288,29 @@ def test_several_policies_cut_one_reading():
         with pytest.raises(RuntimeError, match="'snapkv'.*policies="):
             plain.fork(policies[0], budget=12)
         assert plain.fork(policies[0], budget=1.0).needs == rule.Needs()  # nothing will be cut
+
+
+@pytest.mark.parametrize("name", ["snapkv", "h2o"])
+def test_a_layer_with_a_sliding_window_is_scored_by_what_it_met(name):
+    model, (ids,), budget = tiny("ministral"), prompts((40,), seed=5), 12
+    windows = [24 if kind == "sliding_attention" else None for kind in model.config.layer_types]
+    assert set(windows) == {24, None}
+    handle = kvpatch.patch(model, policy_of(name), budget=budget, compile=False)
+    decoded(model, [ids], 2)
+    held = kept_by(handle, 0, len(ids))
+    kvpatch.unpatch(model)
+    newest = range(len(ids) - (WINDOW if name == "snapkv" else budget // 2), len(ids))
+    for layer, (one, window) in enumerate(zip(met(model, torch.tensor(ids))[0], windows, strict=True)):
+        group = one["q"].shape[0] // one["k"].shape[0]
+        for head in range(one["k"].shape[0]):
+            rows = one["weights"][head * group : (head + 1) * group]
+            if name == "snapkv":
+                means = rows[:, -WINDOW:, :-WINDOW].mean(1)
+                score = torch.stack([oracle.pool_same(mean, 5) for mean in means]).mean(0)
+            else:
+                score = rows.sum((0, 1))
+            first = 0 if window is None else len(ids) - window + 1  # met by the token that comes next
+            assert held[layer][head] == oracle.keep_top(score, range(first, len(ids)), budget, newest)
 
 
 def test_where_every_layer_has_a_window_nothing_is_held_that_none_meets():
