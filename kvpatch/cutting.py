@@ -81,11 +81,16 @@ def first_step(cache) -> None:
     utility, positions = source.utility[..., :n], source.positions[..., :n]
     valid = state.may_stay(positions)
     shielded = selection.protected(positions, state.newest, state.rows) & valid
-    if policy.blend is not None:
+    blend = policy.blend
+    if blend is not None:
         large = valid.sum(-1, keepdim=True) - selection.per_row(state.rows.budget) > 1
-        closed = selection.closed(utility[1], valid, policy.blend.closing)
+        least = blend.least
+        if blend.focus is not None:
+            found = large & (selection.focus(utility[1], positions, valid) >= blend.focus)
+            least = torch.where(found, blend.least_in_focus, blend.least)
+        closed = selection.closed(utility[1], valid, blend.closing)
         utility[1] = torch.where(large, closed, utility[1])
-        shielded |= selection.best(utility[1], positions, valid, state.rows.blended, policy.blend.least)
+        shielded |= selection.best(utility[1], positions, valid, state.rows.blended, least)
     keep = selection.first_cut(utility[0], valid, shielded, positions, state.rows.budget, policy.rescue)
     _bring(cache, selection.kept_order(keep, held), keep.sum(-1), max(cache.planned, held + 1))
 

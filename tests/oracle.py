@@ -52,6 +52,8 @@ class Blend:
     score_heads: object = "all"  # or (layer, query head) pairs, pooled within each layer; only with "attention"
     closing: int = 1  # at the first large cut: see `closed`
     least: float = 0.0  # of the K, those only that have this part of the sum of all held second utilities
+    focus: object = None  # or a part: see `in_focus`
+    least_in_focus: float = 0.0  # in place of `least` at the first large cut, if the second ranking is in focus there
 
     def __post_init__(self):
         check_rule(self)
@@ -181,6 +183,13 @@ def closed(utility, width):
         runs = [range(start, start + width) for start in range(place - width + 1, place + 1)]
         result[i] = min(max(utility[order[j]] for j in run if 0 <= j < len(order)) for run in runs)
     return result
+
+
+def in_focus(utility, part):
+    """Whether the 30 highest utilities come to at least this part of all of them; position 0 is left out of both."""
+    others = sorted((value for i, value in utility.items() if i != 0), reverse=True)
+    whole = math.fsum(others)
+    return whole > 0 and math.fsum(others[:30]) >= part * whole
 
 
 class Row:
@@ -462,14 +471,17 @@ class Row:
             utility = {i: value for i, value in utility.items() if i not in gone}
             second = {} if self.second is None else self.second.utilities[ranking]
             second = {i: value for i, value in second.items() if i not in gone}
+            least = 0.0 if self.second is None else self.axes.blend.least
             if self.second is not None and self.step_number == 1 and self.exceeds_by_many(utility):
+                if self.axes.blend.focus is not None and in_focus(second, self.axes.blend.focus):
+                    least = self.axes.blend.least_in_focus
                 second = closed(second, self.axes.blend.closing)
                 self.second.utilities[ranking].update(second)
             excess = 0 if self.kept is None else max(len(utility) - self.kept, 0)
             guarded = set() if self.kept is None else {i for i in utility if self.protected(i, newest)}
             rescuing = self.axes.rescue and self.step_number == 1 and excess > 1
             rescued = self.best_of_blocks(utility) if rescuing else []
-            top = self.top(second) if excess else set()
+            top = self.top(second, least) if excess else set()
             dropped = self.victims(utility, guarded | top, rescued, excess)
             members = [
                 (l, g) for l in range(len(self.layers)) for g in range(self.kv_heads) if self.ranking(l, g) == ranking
@@ -490,7 +502,7 @@ class Row:
         """Whether more than one entry has to go."""
         return self.kept is not None and len(utility) - self.kept > 1
 
-    def top(self, second):
+    def top(self, second, least):
         """The K entries of highest second utility.
 
         Those within a relative 1e-6 of the K-th highest count as equal to it; of equals, the highest positions.
@@ -501,9 +513,9 @@ class Row:
         above = [i for i in second if second[i] > edge + TIE * abs(edge)]
         equal = [i for i in second if abs(second[i] - edge) <= TIE * abs(edge)]
         chosen = set(above) | set(sorted(equal, reverse=True)[: self.blended - len(above)])
-        if not self.axes.blend.least:
+        if not least:
             return chosen
-        floor = self.axes.blend.least * (1 - TIE) * math.fsum(second.values())
+        floor = least * (1 - TIE) * math.fsum(second.values())
         return {i for i in chosen if second[i] >= floor}
 
     def victims(self, utility, safe, rescued, excess):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvpatch import Budget, Policy, list_policies
+from kvpatch import Blend, Budget, Policy, list_policies
 from kvpatch.policy import resolve
 
 # A busy machine must not fail a test, and every run draws the same cases.
@@ -136,6 +136,32 @@ def test_an_illegal_value_is_refused_by_field_and_value(field, value):
         Policy(**{field: value})
     assert field in str(caught.value)
     assert repr(value) in str(caught.value)
+
+
+ILLEGAL_IN_A_BLEND = {
+    "share": [0.0, 1.0, 1, -0.1, "all", None, True, float("nan")],
+    "least": [-0.1, 1.0, "0", None, True, float("nan")],
+    "closing": [0, -1, 2.0, "1", None, True],
+    "focus": [0.0, 1.0, 1, -0.5, "0.5", True, float("nan")],
+    "least_in_focus": [-0.1, 1.0, "0", None, True, float("nan"), 0.1],
+}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [(field, value) for field, values in ILLEGAL_IN_A_BLEND.items() for value in values], ids=repr
+)
+def test_an_illegal_value_of_a_second_ranking_is_refused_by_field_and_value(field, value):
+    with pytest.raises(ValueError) as caught:
+        Blend(**{field: value})
+    assert field in str(caught.value) and repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize("field", ["least", "focus"])
+@pytest.mark.parametrize("scorer", ["keydiff", "knorm", "random"])
+def test_a_part_of_the_whole_needs_attention(field, scorer):
+    with pytest.raises(ValueError, match=f"{field}=0.25 with scorer='{scorer}'"):
+        Blend(scorer=scorer, **{field: 0.25})
+    Blend(scorer="vnorm", **{field: 0.25})
 
 
 @pytest.mark.parametrize(

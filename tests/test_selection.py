@@ -77,6 +77,22 @@ def test_utilities_that_differ_by_rounding_alone_are_a_tie():
             assert selection.victims(apart, positions, everything).item() == 0
 
 
+@DRAWS
+@given(ledgers(most_slots=60))
+def test_focus_is_what_the_best_have_of_all_but_the_first_tokens(drawn):
+    utility, generator = drawn
+    utility = utility.abs()
+    positions = torch.rand(utility.shape, generator=generator).argsort(-1) * 2
+    held = torch.rand(utility.shape, generator=generator) < 0.8
+    found = selection.focus(utility, positions, held)
+    assert found.shape == (*utility.shape[:-1], 1)
+    for lead, row in lists(utility):
+        counted = sorted((row[i] for i in range(len(row)) if held[lead][i] and positions[lead][i] != 0), reverse=True)
+        whole = sum(counted)
+        expected = sum(counted[:30]) / whole if whole else 0.0
+        assert math.isclose(found[lead].item(), expected, rel_tol=1e-12)
+
+
 def test_no_tolerance_at_zero():
     utility = torch.tensor([1e-30, 0.0])[None, None, None]
     everything = torch.ones(1, 1, 1, 2, dtype=torch.bool)
