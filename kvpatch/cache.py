@@ -1,6 +1,7 @@
 """SlotCache: the transformers face of the slots, and the host's bookkeeping of one generation."""
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -13,7 +14,7 @@ from kvpatch.cachelayer import LayerWatch, SlotLayer, heads_of, site_of, windows
 from kvpatch.compression import rule as compression
 from kvpatch.compression import watch as watching
 from kvpatch.policy import settle
-from kvpatch.rows import HEADROOM, at_most, row_lengths, slots_read
+from kvpatch.rows import HEADROOM, at_most, full_at, held_after, row_lengths, slots_read
 from kvpatch.state import State
 from kvpatch.stats import Stats
 
@@ -55,6 +56,7 @@ class SlotCache(Cache):
         self._scored = [tuple(n for n, some in enumerate(layers) if index in some) for index in range(len(self.layers))]
         self.windows = windows_of(text)
         self.window = self.windows[0] if len(set(self.windows)) == 1 else None  # that of every layer
+        self.policy.check_windows(self.windows)
         self._scorers = tuple(scoring.scorer(ranking.scorer) for ranking in rankings)
         self.config = text
         self.attends: dict[tuple, Callable] = {}  # (rankings that a layer scores for, its window) -> its attention
@@ -81,6 +83,9 @@ class SlotCache(Cache):
         self.entries: list[int] = []  # tokens held then
         self.budgets: list[int | None] = []  # budget per row in tokens
         self.limits: list[int | None] = []  # most tokens held per row: the budget, or what a window leaves
+        self.leaving: list[int | None] = []  # how many leave at once when a row is full, None: one at a time
+        self.noted_from: Tensor | None = None  # [B], position of the first query that is kept
+        self.scale, self.outputs = 1.0, []  # of the prompt's watch, for cuts to come
         self.fed: Tensor | None = None  # tokens consumed [B, columns], where they are known
         self.planned = 0  # slots that this generation needs, 0 while unknown
         self.expect_prompt = False  # a block of one token is still prompt
@@ -106,7 +111,14 @@ class SlotCache(Cache):
             for scored in dict.fromkeys([(), *self._scored])
             for window in dict.fromkeys(self.windows)
         }
+        if self.recuts and self.needs.window:
+            self.attends = {kind: slots.noting(attend) for kind, attend in self.attends.items()}
         self._heads = [self._head_weights(layer) for layer in range(len(self.layers))]
+
+    def _shape(self, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> slots.Shape:
+        window = self.needs.window if self.recuts else 0
+        heads = heads_of(self.config)[0] if window else 0
+        return slots.Shape.at(self.policy, len(self.layers), kv_heads, head_dim, dtype, device, window, heads)
 
     def _head_weights(self, layer: int) -> Tensor | None:
         """[Q, G, R] for `slots.LayerSlots`."""
@@ -142,7 +154,8 @@ class SlotCache(Cache):
             if budget is not None:
                 self.policy.check_budget(budget, length)
         # Of a window that every layer has, its last position is not met again when the step is done.
-        held = self.budgets if self.policy.trims else [None] * len(lengths)
+        held = self.budgets if self.policy.bounded else [None] * len(lengths)
+        self.leaving = [None if budget is None else self.policy.leaving(budget) for budget in self.budgets]
         self.limits = [at_most(self.window - 1, budget) if self.window else budget for budget in held]
         if new_tokens is not None:
             self.ahead = min(new_tokens, HEADROOM)
@@ -156,6 +169,22 @@ class SlotCache(Cache):
     def compresses(self) -> bool:
         """Whether the prompt is cut before anything is decoded."""
         return self.policy.prefill is not None and self.budget.evicts
+
+    @property
+    def recuts(self) -> bool:
+        """Whether the method cuts again while decoding."""
+        return self.compresses and self.policy.interval is not None
+
+    @property
+    def rows(self) -> list[tuple]:
+        """Of each row what `held_after` asks for."""
+        return list(zip(self.entries, self.limits, self.leaving, strict=True))
+
+    def uncut(self) -> int:
+        """Decode steps from now on up to the one that fills a row and so cuts it; a great number where none does."""
+        if not self.recuts:
+            return sys.maxsize
+        return min(row[1] - held_after(self.step, *row) for row in self.rows)
 
     def room(self, entries: list[int]) -> int:
         """Slots that the fullest of rows with so many entries needs from now on."""
@@ -196,7 +225,7 @@ class SlotCache(Cache):
         end = self.stored + k.shape[2]
         if self.current is None:
             self.choose_backend(site_of(self.config, k.device, k.dtype, k.shape[3]))
-            self.shape = slots.Shape.of(self.policy, len(self.layers), k)
+            self.shape = self._shape(k.shape[1], k.shape[3], k.dtype, k.device)
             self.current = self._buffers(k.shape[0], max(end, self.columns_expected()) + 1)
         elif self.current.capacity <= end:
             self._grow(end + 1)
@@ -225,13 +254,9 @@ class SlotCache(Cache):
         keys, reach = self.current.keys[layer][:, :, :end], self.windows[layer]
         self.watch.note(layer, queries, raw, keys, valid, scale, reach)
 
-    def take_prompt(self, source: "SlotCache", shape: slots.Shape) -> None:
-        """Copy what another cache has read, before anything is cut; while nothing is held.
-
-        Args:
-            shape: that of the buffers to copy into.
-        """
-        self.shape = shape
+    def take_prompt(self, source: "SlotCache") -> None:
+        """Copy what another cache has read, before anything is cut; while nothing is held."""
+        shape = self.shape = self._shape(*source.current.shape[1:5])
         self.current = slots.Buffers(shape, source.current.batch, source.current.capacity)
         for layer in range(shape.layers):
             self.current.keys[layer] = source.current.keys[layer].clone()
@@ -304,7 +329,7 @@ class SlotCache(Cache):
     def reserve(self, batch: int) -> None:
         """Allocate what the generation, which is planned, will decode in, before its prompt is there."""
         site, heads = self.site, heads_of(self.config)[1]
-        self.shape = slots.Shape.at(self.policy, len(self.layers), heads, site.width, site.dtype, site.device)
+        self.shape = self._shape(heads, site.width, site.dtype, site.device)
         kept = self._buffers(batch, self.planned)
         for layer in range(self.shape.layers):
             kept.add_layer(layer)
@@ -387,6 +412,8 @@ class SlotCache(Cache):
         read = sum(self.entries)
         if self.compresses:
             cutting.by_method(self, valid)
+        if self.recuts:
+            cutting.remember(self)
         self.watch = None
         self.stats.note_rows(self.prompt, self.entries, self.limits, read - sum(self.entries))
 
@@ -409,7 +436,7 @@ class SlotCache(Cache):
 
     def make_room(self, step: int) -> int:
         """Have the slots that decode step `step` reads of the longest row; how many."""
-        n = max(slots_read(length, limit, step) for length, limit in zip(self.entries, self.limits, strict=True))
+        n = max(slots_read(length, limit, step, leaving) for length, limit, leaving in self.rows)
         if n > self.current.capacity:
             self._grow(n)
         return n
@@ -419,7 +446,8 @@ class SlotCache(Cache):
         for scores in kinds:
             self.step += 1
             self.columns += 1
-            self.stats.note_step(scores, self.step, self.entries, self.limits)
+            self.stats.note_step(scores, self.step, self.rows)
+        self._cut_again()
 
     def uncount(self, steps: int) -> None:
         """The last steps were taken for rows that had all ended: they do not count."""
@@ -428,7 +456,7 @@ class SlotCache(Cache):
             self.step -= 1
             self.columns -= 1
         if steps:
-            self.stats.note_rows_at(self.step, self.entries, self.limits)
+            self.stats.note_rows_at(self.step, self.rows)
 
     @property
     def step_views(self) -> object:
@@ -441,7 +469,8 @@ class SlotCache(Cache):
             return None
         attend = self.attends[self._scored[layer] if self.scores else (), self.windows[layer]]
         heads = self._heads[layer] if self.scores else None
-        return slots.LayerSlots(*self.state.views[layer], self.state.ledger.index, heads, attend)
+        queries = self.current.queries[layer] if self.current.queries else None
+        return slots.LayerSlots(*self.state.views[layer], self.state.ledger.index, heads, attend, queries)
 
     def set_active(self, active: Tensor) -> None:
         """Freeze the rows where `active` [B] is False: what they hold stays as it is."""
@@ -451,10 +480,21 @@ class SlotCache(Cache):
         """Close a decode step whose victims are chosen: count it, and after the first one cut to the budget."""
         self.columns += 1
         if self.step == 1:
+            found = cutting.in_focus(self)
             rows = zip(self.entries, self.limits, strict=True)
             if max(length + 1 - at_most(length + 1, limit) for length, limit in rows) > 1:
-                cutting.first_step(self)
-        self.stats.note_step(self.scores, self.step, self.entries, self.limits)
+                cutting.first_step(self, found)
+            if found is not None:
+                self.state.rows.blended.mul_(found)
+        self.stats.note_step(self.scores, self.step, self.rows)
+        self._cut_again()
+
+    def _cut_again(self) -> None:
+        """Where a row is full, let the method cut it."""
+        if self.recuts:
+            full = [full_at(self.step, *row) for row in self.rows]
+            if any(full):
+                cutting.again(self, full)
 
     def let_go(self) -> None:
         """Hold no view of the buffers, so that a layer's memory is free as soon as it has moved."""
@@ -515,10 +555,10 @@ class SlotCache(Cache):
             self.state.reorder(beam_idx)
         if self.watch is not None:
             self.watch.reorder(beam_idx)
-        for name in ("mask", "fed"):
+        for name in ("mask", "fed", "noted_from"):
             tensor = getattr(self, name)
             setattr(self, name, None if tensor is None else tensor.index_select(0, beam_idx.to(tensor.device)))
-        for name in ("seen", "before", "prompt", "entries", "budgets", "limits"):
+        for name in ("seen", "before", "prompt", "entries", "budgets", "limits", "leaving"):
             values = getattr(self, name)
             setattr(self, name, [values[row] for row in order] if values else values)
 

@@ -17,8 +17,9 @@ def from_kvpress(press, /, **arguments) -> dict:
     """What `patch` is to be given for one of kvpress's presses.
 
     Where kvpress differs from a method's paper, this is the paper's: `profiles/peers/kvpress_overlap.py` measures by
-    how much. A `DecodingPress` compresses every so many steps; here one entry goes at every step, so that its target
-    is never exceeded.
+    how much. A `DecodingPress` compresses every so many steps. Around a press that ranks by the newest query or none,
+    one entry goes at every step here, so that its target is never exceeded; around one that looks at a window of
+    queries the cut comes when its target and its interval are full, and at the prompt's end.
 
     Args:
         press: a press's name, such as "SnapKVPress", or a press itself (kvpress need not be installed for names).
@@ -145,17 +146,21 @@ _STEPS = {
     "RandomPress": ("random", {"seed": "seed"}),
     "StreamingLLMPress": ("streaming-llm", {"n_sink": "sinks"}),
 }
+_AGAIN = ("SnapKVPress", "CriticalKVPress")  # by the last queries, whenever the budget is full
 
 
 def _decoding(given: dict) -> dict:
     base, own = _opened(given.pop("base_press", "TOVAPress"))
-    if base not in _STEPS:
-        raise ValueError(f"base_press must be one of {', '.join(sorted(_STEPS))}, got {base!r}")
-    target = given.pop("target_size", 2048)
-    for name in ("compression_interval", "hidden_states_buffer_size"):
-        given.pop(name, None)
+    if base not in (*_STEPS, *_AGAIN):
+        raise ValueError(f"base_press must be one of {', '.join(sorted((*_STEPS, *_AGAIN)))}, got {base!r}")
+    target, interval = given.pop("target_size", 2048), given.pop("compression_interval", 512)
+    given.pop("hidden_states_buffer_size", None)
     if given:
         raise TypeError(f"DecodingPress has no argument {', '.join(map(repr, given))}")
+    if base in _AGAIN:
+        rule, _ = _rule(base, own)
+        policy = Policy(rule.name, prefill=rule, grows=True, interval=interval, coupling="per_head")
+        return {"policy": policy, "budget": Budget(target + interval)}
     policy, fields = _STEPS[base]
     own.pop("compression_ratio", None)
     unknown = [name for name in own if name not in fields]

@@ -11,7 +11,7 @@ from kvpatch.cachelayer import heads_of
 from kvpatch.compression import rule as compression
 from kvpatch.compression import watch as watching
 from kvpatch.compression.prompt import Prompt
-from kvpatch.rows import at_most
+from kvpatch.rows import at_most, held_after
 
 
 def by_method(cache, valid: Tensor) -> None:
@@ -35,7 +35,8 @@ def by_method(cache, valid: Tensor) -> None:
     utility = cache.current.utility[0, ..., :n]
     before = torch.tensor(cache.before or [0] * len(cache.entries), device=utility.device)
     earlier = torch.where(prompts[0].places < before[None, :, None, None], utility, 0.0) if rule.carries else None
-    found = compression.cut(rule, prompts, cache.budgets, shape.ranked_layers, shape.ranked_heads, earlier)
+    budgets = _left(cache, [length >= budget for length, budget in zip(cache.entries, cache.budgets, strict=True)])
+    found = compression.cut(rule, prompts, budgets, shape.ranked_layers, shape.ranked_heads, earlier)
     if rule.carries:
         utility.copy_(torch.stack(found.scores))
     keep = torch.stack(found.keep)
@@ -72,8 +73,73 @@ def _prompt(cache, layer: int, columns: Tensor, ahead: tuple[Tensor, Tensor] | N
     return Prompt(queries, keys, values, length, 1.0 if watch is None else watch.scale, asks, **parts)
 
 
-def first_step(cache) -> None:
-    """Cut every row to its budget by what the first step has scored. Mutates the cache."""
+def _left(cache, full: list[bool]) -> list[int]:
+    """What a cut leaves each row at most."""
+    rows = zip(cache.budgets, cache.leaving, full, strict=True)
+    return [budget - (leaving or 0) * cut for budget, leaving, cut in rows]
+
+
+def remember(cache) -> None:
+    """Keep the prompt's last queries for cuts to come. Mutates the cache, before its watch is dropped."""
+    prompt = cache.state.rows.prompt
+    if cache.watch is not None:
+        cache.scale, cache.outputs = cache.watch.scale, cache.watch.outputs
+    if not cache.current.queries:
+        return
+    for layer, kept in enumerate(cache.current.queries):
+        queries, window = cache.watch.queries[layer], kept.shape[2]
+        count = queries.shape[2]
+        places = (prompt[:, None] - count + torch.arange(count, device=prompt.device)) % window
+        kept.scatter_(2, places[:, None, :, None].expand_as(queries), queries)
+    cache.noted_from = prompt - cache.watch.asks[0].sum(-1)
+
+
+def again(cache, full: list[bool]) -> None:
+    """Let the method cut the rows that are full, all alike in every layer and head. Mutates the cache.
+
+    Rows that are done stay as they are. Only the host's own counts are asked: the device is not waited for.
+    """
+    state, shape, current, rule = cache.state, cache.shape, cache.current, cache.policy.prefill
+    lengths = [held_after(cache.step, *row) + (row[2] if cut else 0) for row, cut in zip(cache.rows, full, strict=True)]
+    n, length = max(lengths), state.length[0, :, 0]
+    places = torch.arange(n, device=length.device)
+    asks, order = length.new_zeros(len(length), 0, dtype=torch.bool), None
+    if current.queries:
+        window = current.queries[0].shape[2]
+        positions = state.newest[:, None] + 1 - window + torch.arange(window, device=length.device)
+        asks, order = positions >= cache.noted_from[:, None], positions % window
+    prompts = []
+    for layer in range(shape.layers):
+        keys, values = (side[layer][:, :, :n] for side in (current.keys, current.values))
+        queries = keys.new_zeros(len(keys), heads_of(cache.config)[0], 0, keys.shape[-1])
+        if order is not None:
+            kept = current.queries[layer]
+            queries = kept.gather(2, order[:, None, :, None].expand_as(kept))
+        parts = {"output": cache.outputs[layer]} if cache.needs.output else {}
+        prompts.append(Prompt(queries, keys, values, length, cache.scale, asks, torch.zeros_like(length), **parts))
+    found = compression.cut(rule, prompts, _left(cache, full), shape.ranked_layers, shape.ranked_heads, lengths=lengths)
+    keep = torch.stack(found.keep)
+    keep = torch.where(state.active[None, :, None, None], keep, places < state.length[..., None])
+    moving.cut(current, current, selection.kept_order(keep, n), cache.note_bytes)
+    state.shorten(keep.sum(-1))
+
+
+def in_focus(cache) -> Tensor | None:
+    """In which rows the second ranking has found something when the first step is done, [B] bool; None: not asked."""
+    blend, state = cache.policy.blend, cache.state
+    if blend is None or blend.focus is None:
+        return None
+    n = state.ledger.index.shape[0]
+    utility, positions = cache.current.utility[1, ..., :n], cache.current.positions[..., :n]
+    return (selection.focus(utility, positions, state.may_stay(positions)) >= blend.focus)[0, :, 0, 0]
+
+
+def first_step(cache, found: Tensor | None = None) -> None:
+    """Cut every row to its budget by what the first step has scored. Mutates the cache.
+
+    Args:
+        found: [B] bool, where the second ranking has found something; None: everywhere.
+    """
     cache.let_go()
     source, state, policy = cache.current, cache.state, cache.policy
     n = state.ledger.index.shape[0]
@@ -84,13 +150,12 @@ def first_step(cache) -> None:
     blend = policy.blend
     if blend is not None:
         large = valid.sum(-1, keepdim=True) - selection.per_row(state.rows.budget) > 1
-        least = blend.least
-        if blend.focus is not None:
-            found = large & (selection.focus(utility[1], positions, valid) >= blend.focus)
-            least = torch.where(found, blend.least_in_focus, blend.least)
+        blended = state.rows.blended
+        if found is not None:  # which rows that lose a single entry were not asked before it was chosen
+            blended = blended * (found | ~large[0, :, 0, 0])
         closed = selection.closed(utility[1], valid, blend.closing)
         utility[1] = torch.where(large, closed, utility[1])
-        shielded |= selection.best(utility[1], positions, valid, state.rows.blended, least)
+        shielded |= selection.best(utility[1], positions, valid, blended, blend.least)
     keep = selection.first_cut(utility[0], valid, shielded, positions, state.rows.budget, policy.rescue)
     _bring(cache, selection.kept_order(keep, held), keep.sum(-1), max(cache.planned, held + 1))
 

@@ -70,7 +70,7 @@ class Explanation:
             bytes_per_token=per_token,
             bytes_per_row=None if tokens is None else round_up(tokens + 1) * per_token,
             bytes_per_row_of="any prompt" if fixed else "a prompt of 1,000 tokens",
-            growth=", and all that is generated: the budget does not bound it" if policy.grows else "",
+            growth="" if policy.bounded else ", and all that is generated: the budget does not bound it",
         )
 
     def to_dict(self) -> dict:
@@ -102,7 +102,8 @@ def _cut(policy) -> str:
     """What becomes of the prompt, in words."""
     if policy.prefill is None:
         return "then one full-length first step"
-    return f"then it is cut by {policy.prefill.name!r}, before anything is decoded"
+    again = "" if policy.interval is None else ", and again whenever the budget is full"
+    return f"then it is cut by {policy.prefill.name!r}, before anything is decoded{again}"
 
 
 def _loop(handle) -> dict[str, str]:

@@ -179,7 +179,7 @@ def by_run(
         left -= 1
     clock = time.perf_counter()
     while left and goes_on:
-        run = schedule.run_at(cache.step + 1, left)
+        run = schedule.run_at(cache.step + 1, min(left, cache.uncut()))
         cache.make_room(cache.step + len(run.kinds))
         runner.replay(cache, run, ending, desk)
         before = reader.waiting

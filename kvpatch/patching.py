@@ -5,6 +5,7 @@ import contextlib
 from kvpatch import attention, best, patches
 from kvpatch.budget import UNSET
 from kvpatch.cache import SlotCache
+from kvpatch.cachelayer import windows_of
 from kvpatch.errors import UnsupportedModelError
 from kvpatch.explanation import Explanation
 from kvpatch.handle import ATTRIBUTE, Patch
@@ -62,6 +63,7 @@ def patch(
     policy, budget = settle(policy, budget, policy_fields)
     policy.check_backend(backend)
     _check_state(model)
+    policy.check_windows(windows_of(model.config.get_text_config(decoder=True)))
     for ranking in policy.rankings:
         for layer in ranking.scoring_layers(model.config.num_hidden_layers):
             ranking.head_weights(layer, model.config.num_attention_heads)

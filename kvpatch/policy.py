@@ -38,6 +38,8 @@ class Policy:
         prefill: how the prompt is cut before anything is decoded, a name of `list_prefill()` or a `kvpatch.Prefill`;
             None: the first decode step scores it whole, then it is cut.
         grows: after that cut nothing is evicted: what is generated is kept.
+        interval: what is generated is kept until the budget is full; then the same method cuts again, to so many tokens
+            (an int, at most half the budget; a float: that share of it) below the budget. Only with `grows`.
         name: what reports call this policy.
         evicts: False for "full", which keeps everything.
 
@@ -64,6 +66,7 @@ class Policy:
     seed: int = 0
     prefill: "str | prompts.Prefill | None" = None
     grows: bool = False
+    interval: int | float | None = None
 
     def __post_init__(self):
         one_of("coupling", self.coupling, COUPLINGS)
@@ -98,6 +101,7 @@ class Policy:
         if rule is None:
             if self.grows:
                 raise ValueError("grows=True needs prefill: without a cut of the prompt nothing would ever be evicted")
+            self._check_interval()
             return
         if not isinstance(rule, prompts.Prefill):
             raise TypeError(f"prefill must be a name, a kvpatch.Prefill or None, got {rule!r}")
@@ -115,6 +119,25 @@ class Policy:
                 f"prefill={rule.name!r} leaves layers or heads different budgets, which eviction while decoding does "
                 "not keep: use grows=True, or a prefill with allocation='uniform'"
             )
+        self._check_interval()
+
+    def _check_interval(self) -> None:
+        interval, rule = self.interval, self.prefill
+        if interval is None:
+            return
+        whole = is_int(interval) and interval >= 1
+        if not whole and not (isinstance(interval, float) and 0.0 < interval < 1.0):
+            raise ValueError(
+                f"interval must be None, an int >= 1 or a float in (0, 1) (share of budget), got {interval!r}"
+            )
+        if not self.grows:
+            raise ValueError(f"interval={interval!r} with grows=False: it says when a prefill's method cuts again")
+        if not rule.even or rule.needs.all_queries:
+            raise ValueError(
+                f"interval={interval!r} with prefill={rule.name!r}, which "
+                + ("looks at all queries" if rule.even else "leaves layers or heads different budgets")
+                + ": use one that looks at the last queries, or at none, with allocation='uniform'"
+            )
 
     def check_backend(self, name: str) -> None:
         """Whether an attention back end that was asked for by name can run this policy.
@@ -128,10 +151,27 @@ class Policy:
                 "use backend='auto'"
             )
 
+    def check_windows(self, windows: Sequence[int | None]) -> None:
+        """Whether this policy can run where layers have these sliding windows, None: without one.
+
+        Raises:
+            ValueError: if its method cuts again, by places, which no longer are positions then.
+        """
+        if self.interval is not None and any(windows):
+            raise ValueError(
+                f"interval={self.interval!r} on a model with a sliding window of {min(filter(None, windows))} tokens: "
+                "a method can't cut again there; use a policy without interval"
+            )
+
     @property
     def trims(self) -> bool:
         """Whether decode steps evict."""
         return self.evicts and not self.grows
+
+    @property
+    def bounded(self) -> bool:
+        """Whether the budget bounds what is held while decoding."""
+        return self.evicts and (not self.grows or self.interval is not None)
 
     @property
     def rankings(self) -> tuple[Ranking, ...]:
@@ -178,8 +218,16 @@ class Policy:
             ValueError: if not.
         """
         self.protected(budget)
-        if self.prefill is not None and (length is None or budget < length):
-            self.prefill.protected(budget)
+        if self.prefill is not None and (length is None or budget < length or self.interval is not None):
+            self.prefill.protected(budget - (self.leaving(budget) or 0))
+
+    def leaving(self, budget: int) -> int | None:
+        """Tokens that leave at once when a budget of that many is full; None: one at a time, or none."""
+        if self.interval is None:
+            return None
+        if isinstance(self.interval, float):
+            return max(1, part_of(self.interval, budget))
+        return max(1, min(self.interval, budget // 2))
 
     def blended(self, budget: int) -> int:
         """Entries that `blend` keeps under a budget of that many tokens."""
@@ -228,6 +276,7 @@ _PRESETS = {
             Policy(name, coupling="per_head", prefill=name, grows=True)
             for name in ("snapkv", "pyramidkv", "adakv", "cake", "criticalkv", "restkv", "expected-attention")
         ),
+        Policy("rkv", coupling="per_head", prefill="rkv", grows=True, interval=128),
     )
 }
 
@@ -253,6 +302,7 @@ PAPERS = {
     "cake": "2503.12491",
     "criticalkv": "2502.03805",
     "expected-attention": "2510.00636",
+    "rkv": "2505.24133",
     "keydiff": "2504.15364",
     "knorm": "2406.11430",
 }  # arXiv

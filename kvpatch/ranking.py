@@ -105,30 +105,24 @@ class Blend(Ranking):
             ranking which finds nothing takes nothing. Only for scorers that use attention, which is never negative.
         closing: width, in entries, of a morphological closing of the utility over positions at the first large cut: a
             gap of fewer entries between high ones is filled, so that what belongs together stays together. 1: none.
-        focus: in (0, 1); a ranking of which the `selection.FOCUS` best entries hold at least that part, what the first
-            token has left out, has found something in the prompt. None: that is not asked.
-        least_in_focus: takes the place of `least` at the first large cut where the ranking has found something. What
-            is found has weak ends, which a `least` that keeps a ranking without a find at bay would cut off.
+        focus: in (0, 1); a row in which the `selection.FOCUS` best entries hold less than that part of this ranking's
+            utility when the first step is done, the first token left out, holds nothing that the ranking looks for: it
+            goes without the ranking from then on. Only where all layers share a ranking. None: no row does.
     """
 
     share: float = 0.5
     least: float = 0.0
     closing: int = 1
     focus: float | None = None
-    least_in_focus: float = 0.0
 
     def __post_init__(self):
         super().__post_init__()
         if not (is_real(self.share) and 0.0 < self.share < 1.0):
             raise ValueError(f"share must be a number in (0, 1), got {self.share!r}")
-        for field in ("least", "least_in_focus"):
-            value = getattr(self, field)
-            if not (is_real(value) and 0.0 <= value < 1.0):
-                raise ValueError(f"{field} must be a number in [0, 1), got {value!r}")
+        if not (is_real(self.least) and 0.0 <= self.least < 1.0):
+            raise ValueError(f"least must be a number in [0, 1), got {self.least!r}")
         if self.focus is not None and not (is_real(self.focus) and 0.0 < self.focus < 1.0):
             raise ValueError(f"focus must be a number in (0, 1) or None, got {self.focus!r}")
-        if self.focus is None and self.least_in_focus:
-            raise ValueError(f"least_in_focus={self.least_in_focus!r} without focus: it says where that holds")
         if not (is_int(self.closing) and self.closing >= 1):
             raise ValueError(f"closing must be an int >= 1, got {self.closing!r}")
         if not scoring.scorer(self.scorer).uses_attention:
@@ -138,6 +132,15 @@ class Blend(Ranking):
                         f"{field}={getattr(self, field)!r} with scorer={self.scorer!r}: only those that use attention "
                         "have it"
                     )
+
+    def check_coupling(self, coupling: str, refresh) -> None:
+        """Whether this ranking makes sense under a policy's coupling and refresh."""
+        super().check_coupling(coupling, refresh)
+        if self.focus is not None and coupling in ("per_layer", "per_head"):
+            raise ValueError(
+                f"focus={self.focus!r} with coupling={coupling!r}: a row has it where its layers share a ranking; use "
+                "a shared coupling"
+            )
 
     def count(self, budget: int) -> int:
         """Entries of a budget of that many tokens that this ranking keeps."""

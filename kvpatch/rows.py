@@ -40,7 +40,24 @@ def at_most(value: int, limit: int | None) -> int:
     return value if limit is None else min(value, limit)
 
 
-def slots_read(length: int, limit: int | None, step: int) -> int:
-    """Slots of one row that step `step` reads: everything at step 1, then at most one more than the budget."""
+def held_after(step: int, length: int, limit: int | None, interval: int | None = None) -> int:
+    """Tokens of one row after decode step `step` (0: before the first).
+
+    Args:
+        length: tokens that it held before the first step.   limit: the most that it may hold, None: any number.
+        interval: how many leave at once, as soon as it holds so many; None: one in, one out.
+    """
     seen = length + step
-    return seen if limit is None or step == 1 else min(seen, limit + 1)
+    if limit is None or interval is None or seen < limit:
+        return at_most(seen, limit)
+    return limit - interval + (seen - limit) % interval
+
+
+def full_at(step: int, length: int, limit: int, interval: int) -> bool:
+    """Whether decode step `step` fills a row, so that `interval` tokens leave at its end; as of `held_after`."""
+    return length + step >= limit and (length + step - limit) % interval == 0
+
+
+def slots_read(length: int, limit: int | None, step: int, interval: int | None = None) -> int:
+    """Slots of one row that step `step` reads: everything at step 1, then what is held and the new token."""
+    return length + 1 if step == 1 else held_after(step - 1, length, limit, interval) + 1

@@ -71,7 +71,7 @@ def victims(utility: Tensor, positions: Tensor, eligible: Tensor) -> Tensor:
     return torch.where(lowest & eligible, positions, last).argmin(-1)
 
 
-def best(utility: Tensor, positions: Tensor, held: Tensor, count: Tensor, least: float | Tensor = 0.0) -> Tensor:
+def best(utility: Tensor, positions: Tensor, held: Tensor, count: Tensor, least: float = 0.0) -> Tensor:
     """The entries of highest utility, [Lc, B, Gc, n] bool, `count` [B] a row (or all that are held).
 
     With `least`, those of them only that have that part of the whole utility.
@@ -80,7 +80,6 @@ def best(utility: Tensor, positions: Tensor, held: Tensor, count: Tensor, least:
 
     Args:
         utility, positions: [Lc, B, Gc, n].   held: bool of that shape; no other entry counts.
-        least: one for all, or [Lc, B, Gc, 1].
     """
     count = per_row(count)
     ranked = torch.where(held, utility, -torch.inf)
@@ -94,7 +93,7 @@ def best(utility: Tensor, positions: Tensor, held: Tensor, count: Tensor, least:
     missing = count - above.sum(-1, keepdim=True)
     oldest = newest.gather(-1, (missing - 1).clamp(0, utility.shape[-1] - 1))
     chosen = (above | (tied & (positions >= oldest) & (missing > 0))) & (count > 0)
-    if not torch.is_tensor(least) and not least:
+    if not least:
         return chosen
     whole = torch.where(held, utility, 0.0).sum(-1, keepdim=True)
     return chosen & (utility >= least * (1 - TIE) * whole)

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvpatch import slots
 from kvpatch.budget import UNSET
 from kvpatch.cache import SlotCache
 from kvpatch.policy import resolve
@@ -56,6 +55,5 @@ def fork(source: SlotCache, policy, budget, fields: dict) -> SlotCache:
             "queries were not noted: give the policy to Patch.read(..., policies=[...])"
         )
     cache.choose_backend(source.site)
-    layers, *of_keys = source.current.shape[:5]
-    cache.take_prompt(source, slots.Shape.at(cache.policy, layers, *of_keys))
+    cache.take_prompt(source)
     return cache

@@ -30,6 +30,7 @@ class LayerSlots(NamedTuple):
     index: [n] int64, 0..n-1.
     heads: [Q, G, R] what each query head's attention is multiplied by before heads are pooled, None: nothing.
     attend: (slots, q [B, H, 1, D], k, v [B, G, 1, D], scale) -> output [B, 1, H, D].
+    queries: [B, H, w, D], the last ones, that of position p at p % w; None where they are not wanted.
     """
 
     keys: Tensor
@@ -43,6 +44,7 @@ class LayerSlots(NamedTuple):
     index: Tensor
     heads: Tensor | None
     attend: Callable
+    queries: Tensor | None = None
 
 
 def layer_rule(policy: Policy, ranking: Ranking) -> str:
@@ -78,6 +80,21 @@ def make_attend(
         return output
 
     return attend
+
+
+@functools.cache
+def noting(attend: Callable) -> Callable:
+    """The same attention, which also keeps the query."""
+
+    def attend_and_note(slots: LayerSlots, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        batch, heads, window, _ = slots.queries.shape
+        rows, every = torch.arange(batch, device=q.device)[:, None], torch.arange(heads, device=q.device)[None]
+        at = (slots.newest % window)[:, None]
+        new = torch.where(slots.active[:, None, None], q[:, :, 0], slots.queries[rows, every, at])
+        slots.queries[rows, every, at] = new
+        return attend(slots, q, k, v, scale)
+
+    return attend_and_note
 
 
 def write(slots: LayerSlots, k: Tensor, v: Tensor) -> None:
@@ -249,6 +266,8 @@ class Buffers:
 
     index: [C] int64, 0..C-1.   books: as `Books`.
 
+    queries: per layer [B, H, w, D], as in `LayerSlots`; none where they are not wanted.
+
     keys, values: per layer [B, G, C, D], None before `add_layer` and after `drop_layer`, so that a move from one
         capacity to another holds both for one layer at a time only.
     utility, pending, positions: as in `Ledger`.
@@ -266,6 +285,9 @@ class Buffers:
         self.pending = torch.zeros(shape.rankings, 1, batch, 1, uniform, dtype=accumulated, device=shape.device)
         self.index = torch.arange(capacity, device=shape.device)
         self.books = Books.of(shape, batch)
+        size = (batch, shape.heads, shape.window, shape.head_dim)
+        of_layers = shape.layers if shape.window else 0
+        self.queries = [torch.zeros(size, dtype=shape.dtype, device=shape.device) for _ in range(of_layers)]
 
     def add_layer(self, layer: int) -> None:
         """Allocate one layer, unless it is there."""
@@ -282,13 +304,13 @@ class Buffers:
 
     def by_row(self) -> Iterator[tuple[Tensor, int]]:
         """Every tensor that is there, and the dimension of its rows."""
-        yield from ((tensor, 0) for tensor in (*self.keys, *self.values) if tensor is not None)
+        yield from ((tensor, 0) for tensor in (*self.keys, *self.values, *self.queries) if tensor is not None)
         yield from ((self.utility, 2), (self.pending, 2), (self.positions, 1))
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated now."""
-        tensors = [*self.keys, *self.values, self.utility, self.positions, self.pending]
+        tensors = [*self.keys, *self.values, *self.queries, self.utility, self.positions, self.pending]
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
@@ -304,15 +326,18 @@ class Shape(NamedTuple):
     ranked_heads: int
     uniform: bool
     rankings: int
+    window: int = 0
+    heads: int = 0
 
     @classmethod
-    def of(cls, policy: Policy, layers: int, k: Tensor) -> "Shape":
-        """The shape for keys like k [B, G, q, D] under a policy."""
-        return cls.at(policy, layers, k.shape[1], k.shape[3], k.dtype, k.device)
+    def at(
+        cls, policy: Policy, layers: int, kv_heads: int, head_dim: int, dtype, device, window: int = 0, heads: int = 0
+    ) -> "Shape":
+        """The shape under a policy.
 
-    @classmethod
-    def at(cls, policy: Policy, layers: int, kv_heads: int, head_dim: int, dtype, device) -> "Shape":
-        """The shape under a policy."""
+        Args:
+            window, heads: last queries that are kept, and query heads; 0: none are.
+        """
         own_layers = policy.coupling in ("per_layer", "per_head")
         return cls(
             layers=layers,
@@ -324,6 +349,8 @@ class Shape(NamedTuple):
             ranked_heads=kv_heads if policy.coupling == "per_head" else 1,
             uniform=policy.coupling == "uniform",
             rankings=len(policy.rankings),
+            window=window,
+            heads=heads,
         )
 
 

@@ -58,6 +58,8 @@ class State:
                 slots.mark_dynamic(tensor, None, 0 if several else None)
         for tensor in (self.newest, self.active, *self.rows):
             slots.mark_dynamic(tensor, None, 0 if several else None)
+        for tensor in buffers.queries:
+            slots.mark_dynamic(tensor, None, 0 if several else None)
         self.ledger = slots.Ledger(
             buffers.utility,
             buffers.pending,

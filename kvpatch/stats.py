@@ -3,7 +3,10 @@
 import dataclasses
 import statistics
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from kvpatch.rows import held_after
 
 STEP_TIMES_KEPT = 4096
 
@@ -66,21 +69,20 @@ class Stats:
         self.evicted = self.cut
         self.held = max(entries)
 
-    def note_step(self, scored: bool, step: int, entries: list[int], limits: list[int | None]) -> None:
+    def note_step(self, scored: bool, step: int, rows: Sequence[tuple]) -> None:
         """Decode step `step` is done; every row held its entries before the first one and was given `step` more."""
         self.refreshes += scored
-        self.note_rows_at(step, entries, limits)
+        self.note_rows_at(step, rows)
 
     def unnote_step(self, scored: bool) -> None:
         """A step that was counted is none."""
         self.refreshes -= scored
 
-    def note_rows_at(self, step: int, entries: list[int], limits: list[int | None]) -> None:
-        """What rows hold and have lost after that many steps."""
+    def note_rows_at(self, step: int, rows: Sequence[tuple]) -> None:
+        """What rows hold and have lost after that many steps; of each row what `held_after` asks for."""
         self.steps = step
-        seen = [length + step for length in entries]
-        held = [count if limit is None else min(count, limit) for count, limit in zip(seen, limits, strict=True)]
-        self.held, self.evicted = max(held), self.cut + sum(seen) - sum(held)
+        held = [held_after(step, *row) for row in rows]
+        self.held, self.evicted = max(held), self.cut + sum(row[0] + step for row in rows) - sum(held)
 
     def to_dict(self) -> dict:
         """Plain numbers, with p20, p50 and p80 of the step times in seconds."""

@@ -52,8 +52,8 @@ class Blend:
     score_heads: object = "all"  # or (layer, query head) pairs, pooled within each layer; only with "attention"
     closing: int = 1  # at the first large cut: see `closed`
     least: float = 0.0  # of the K, those only that have this part of the sum of all held second utilities
-    focus: object = None  # or a part: see `in_focus`
-    least_in_focus: float = 0.0  # in place of `least` at the first large cut, if the second ranking is in focus there
+    focus: object = None  # or a part: a row that is not `in_focus` at step 1 goes without the second ranking, from the
+    # first large cut on, or where step 1 makes none, from step 2 on
 
     def __post_init__(self):
         check_rule(self)
@@ -208,6 +208,7 @@ class Row:
         self.windows = [self.window_of(index) for index in range(len(self.layers))]
         self.step_number = 0
         self.adopted = 0
+        self.focused = True
 
     def side(self, rule):
         everything = tuple(range(len(self.layers)))
@@ -471,17 +472,18 @@ class Row:
             utility = {i: value for i, value in utility.items() if i not in gone}
             second = {} if self.second is None else self.second.utilities[ranking]
             second = {i: value for i, value in second.items() if i not in gone}
-            least = 0.0 if self.second is None else self.axes.blend.least
-            if self.second is not None and self.step_number == 1 and self.exceeds_by_many(utility):
-                if self.axes.blend.focus is not None and in_focus(second, self.axes.blend.focus):
-                    least = self.axes.blend.least_in_focus
+            large = self.step_number == 1 and self.exceeds_by_many(utility)
+            if self.second is not None and self.step_number == 1 and self.axes.blend.focus is not None:
+                self.focused = in_focus(second, self.axes.blend.focus)
+            focused = self.focused or (self.step_number == 1 and not large)
+            if self.second is not None and large:
                 second = closed(second, self.axes.blend.closing)
                 self.second.utilities[ranking].update(second)
             excess = 0 if self.kept is None else max(len(utility) - self.kept, 0)
             guarded = set() if self.kept is None else {i for i in utility if self.protected(i, newest)}
             rescuing = self.axes.rescue and self.step_number == 1 and excess > 1
             rescued = self.best_of_blocks(utility) if rescuing else []
-            top = self.top(second, least) if excess else set()
+            top = self.top(second) if excess and focused else set()
             dropped = self.victims(utility, guarded | top, rescued, excess)
             members = [
                 (l, g) for l in range(len(self.layers)) for g in range(self.kv_heads) if self.ranking(l, g) == ranking
@@ -502,7 +504,7 @@ class Row:
         """Whether more than one entry has to go."""
         return self.kept is not None and len(utility) - self.kept > 1
 
-    def top(self, second, least):
+    def top(self, second):
         """The K entries of highest second utility.
 
         Those within a relative 1e-6 of the K-th highest count as equal to it; of equals, the highest positions.
@@ -513,9 +515,9 @@ class Row:
         above = [i for i in second if second[i] > edge + TIE * abs(edge)]
         equal = [i for i in second if abs(second[i] - edge) <= TIE * abs(edge)]
         chosen = set(above) | set(sorted(equal, reverse=True)[: self.blended - len(above)])
-        if not least:
+        if not self.axes.blend.least:
             return chosen
-        floor = least * (1 - TIE) * math.fsum(second.values())
+        floor = self.axes.blend.least * (1 - TIE) * math.fsum(second.values())
         return {i for i in chosen if second[i] >= floor}
 
     def victims(self, utility, safe, rescued, excess):

@@ -131,7 +131,7 @@ def test_the_fingerprint_is_that_of_the_weights_in_any_dtype_and_with_more_token
 
 
 def test_every_field_of_a_policy_and_a_blend_can_be_kept(tmp_path):
-    blend = Blend("attention", "max", "all", ((1, 2),), "peak", 0.9, "zero", 0.3, 0.2, 5, 0.7, 0.1)
+    blend = Blend("attention", "max", "all", ((1, 2),), "peak", 0.9, "zero", 0.3, 0.2, 5, 0.7)
     untouched = [field.name for field in dataclasses.fields(Blend) if getattr(blend, field.name) == field.default]
     assert untouched == ["scorer", "score_layers"]  # what score_heads needs
     policy = kvpatch.Policy(
@@ -154,6 +154,7 @@ def test_every_field_of_a_policy_and_a_blend_can_be_kept(tmp_path):
         7,
         kvpatch.Prefill("mine", "cake", 8, 3, "max", 1, 0.5, "uniform", 0.25, 0.5, True, 3),
         True,
+        0.25,
     )
     default = kvpatch.Policy()
     same = [f.name for f in dataclasses.fields(policy) if getattr(policy, f.name) == getattr(default, f.name)]

@@ -117,7 +117,7 @@ def test_an_observed_prompt_is_what_the_model_does(loaded):
 
 def test_the_demo_model_is_calibrated_whole_in_small(loaded, monkeypatch):
     model, tokenizer = loaded
-    for name, value in {"COUNTS": (2, 4), "LEASTS": (0.01,), "SHARES": (0.75,), "LEAST_SOLVED": 3}.items():
+    for name, value in {"COUNTS": (2, 4), "FOCI": (0.7,), "SHARES": (0.75,), "LEAST_SOLVED": 3}.items():
         monkeypatch.setattr(choice, name, value)
     stages = {}
     effort = Effort(observed=8, tried=2, texts=1, forced=8, length=448, batch=2)

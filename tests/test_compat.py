@@ -90,7 +90,12 @@ def test_a_model_is_patched_by_it():
         ("SnapKVPress", {"compression_ratio": 1.0}, ValueError, ("compression_ratio", "1.0")),
         ("PyramidKVPress", {"beta": 10}, ValueError, ("beta=10", "beta=20")),
         ("AdaKVPress", {"press": "AdaKVPress"}, ValueError, ("'AdaKVPress'", "SnapKVPress")),
-        ("DecodingPress", {"base_press": "SnapKVPress"}, ValueError, ("base_press", "'SnapKVPress'", "TOVAPress")),
+        (
+            "DecodingPress",
+            {"base_press": "PyramidKVPress"},
+            ValueError,
+            ("base_press", "'PyramidKVPress'", "TOVAPress"),
+        ),
         ("DecodingPress", {"size": 3}, TypeError, ("'size'",)),
     ],
 )
@@ -98,3 +103,14 @@ def test_what_has_no_counterpart_is_named(press, arguments, error, words):
     with pytest.raises(error) as raised:
         compat.from_kvpress(press, **arguments)
     assert all(word in str(raised.value) for word in words)
+
+
+def test_a_decoding_press_around_a_window_of_queries_cuts_when_its_target_and_its_interval_are_full():
+    given = {"base_press": "SnapKVPress", "target_size": 100, "compression_interval": 20, "window_size": 16}
+    with pytest.raises(TypeError, match="window_size"):
+        compat.from_kvpress("DecodingPress", **given)
+    del given["window_size"]
+    found = compat.from_kvpress("DecodingPress", **given)
+    policy = found["policy"]
+    assert policy.bounded and policy.prefill.score == "snapkv" and policy.prefill.window == 64
+    assert found["budget"].tokens(10**6) == 120 and policy.leaving(120) == 20

@@ -143,7 +143,6 @@ ILLEGAL_IN_A_BLEND = {
     "least": [-0.1, 1.0, "0", None, True, float("nan")],
     "closing": [0, -1, 2.0, "1", None, True],
     "focus": [0.0, 1.0, 1, -0.5, "0.5", True, float("nan")],
-    "least_in_focus": [-0.1, 1.0, "0", None, True, float("nan"), 0.1],
 }
 
 
@@ -176,6 +175,8 @@ def test_a_part_of_the_whole_needs_attention(field, scorer):
         ({"scorer": "recency", "refresh": "once"}, ('scorer="recency"', "refresh='once'")),
         ({"score_layers": [0, 2], "coupling": "per_layer"}, ("score_layers=(0, 2)", "coupling='per_layer'")),
         ({"score_layers": range(2), "coupling": "per_head"}, ("score_layers=(0, 1)", "coupling='per_head'")),
+        ({"blend": Blend(focus=0.5), "coupling": "per_head"}, ("focus=0.5", "coupling='per_head'")),
+        ({"blend": Blend(focus=0.5), "coupling": "per_layer"}, ("focus=0.5", "coupling='per_layer'")),
     ],
     ids=repr,
 )

@@ -31,6 +31,9 @@ CUT = [
     )
     for name, allocation in (("heads alike", "uniform"), ("heads compete", "adaptive"))
 ]
+AGAIN = kvpatch.Policy(
+    "again", prefill=kvpatch.Prefill(window=3, recent=3), grows=True, interval=4, coupling="per_head"
+)
 POLICIES = ("inertia", "inertia-lazy", "score-free", "tova", "h2o-decode", "streaming-llm", "cumulative", "full")
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.3}
 
@@ -79,7 +82,7 @@ def generated(model, policy, capturer, batch=None, patched=None, **more):
     "settings", [{}, SAMPLED, {"eos_token_id": list(range(2, 12))}], ids=["greedy", "sampled", "eos"]
 )
 @pytest.mark.parametrize(
-    "policy", [*POLICIES, BLENDED, *CUT, "h2o"], ids=lambda policy: getattr(policy, "name", policy)
+    "policy", [*POLICIES, BLENDED, *CUT, "h2o", AGAIN], ids=lambda policy: getattr(policy, "name", policy)
 )
 def test_runs_and_single_steps_agree_at_every_length(llama, policy, settings):
     for new_tokens in (1, 2, 3, 6, 11, 27):

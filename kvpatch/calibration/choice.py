@@ -12,7 +12,8 @@ from kvpatch.calibration import observing, prompts, trials
 from kvpatch.policy import Policy, resolve
 from kvpatch.ranking import Blend
 
-COUNTS, SHARES, LEASTS, CLOSING = (2, 4, 8), (0.5, 0.75), (0.01, 0.02, 0.04), 5
+COUNTS, SHARES, FOCI = (2, 4, 8), (0.5, 0.75), (0.65, 0.75, 0.85)
+LEAST, CLOSING = 0.005, 5  # an answer's last token has little more than that at the first step
 NEEDLE_BUDGETS, PROSE_BUDGETS = (0.03, 0.02), (0.03, 0.02)
 LEAST_SOLVED = 6
 FINALISTS = 6  # candidates whose prose is tried too
@@ -76,10 +77,10 @@ def calibrate(
     heads = observing.by_cost(seen)[: max(COUNTS)]
     candidates = [resolve(best.FALLBACK, name=best.NAME)]
     candidates += [
-        resolve(best.FALLBACK, name=best.NAME, blend=_blend(heads[:count], share, least))
+        resolve(best.FALLBACK, name=best.NAME, blend=_blend(heads[:count], share, focus))
         for count in COUNTS
         for share in SHARES
-        for least in LEASTS
+        for focus in FOCI
     ]
     outcomes = _tried(model, tokenizer, candidates, effort, seeds, tick)
     chosen = choose(outcomes)
@@ -99,8 +100,14 @@ def calibrate(
     return best.Profile(best.identity(model), chosen.policy, measured)
 
 
-def _blend(heads: list[tuple[int, int]], share: float, least: float) -> Blend:
-    return Blend(score_heads=heads, share=share, least=least, closing=CLOSING)
+def _blend(heads: list[tuple[int, int]], share: float, focus: float) -> Blend:
+    return Blend(
+        score_heads=heads,
+        share=share,
+        least=LEAST,
+        closing=CLOSING,
+        focus=focus,
+    )
 
 
 def _tried(model, tokenizer, candidates: list[Policy], effort: Effort, seeds: Iterator[int], tick) -> list[Outcome]:
@@ -137,11 +144,11 @@ def _by_policy(values: list[float], budgets: int) -> list[tuple[float, ...]]:
 
 
 def _finalists(candidates: list[Policy], needles: list[tuple[float, ...]]) -> list[int]:
-    """The first candidate and those that keep most needles; of equals those that take least of the budget."""
+    """The first candidate and those that keep most needles; of equals those that take little of the budget."""
 
     def rank(number: int) -> tuple:
         blend = candidates[number].blend
-        return -sum(needles[number]), -blend.least, blend.share
+        return -sum(needles[number]), -blend.focus, blend.share
 
     return [0, *sorted(range(1, len(candidates)), key=rank)[:FINALISTS]]
 
@@ -164,4 +171,4 @@ def _numbers(one: Outcome) -> dict:
 
 def _described(one: Outcome) -> dict:
     blend = one.policy.blend
-    return {"heads": len(blend.score_heads), "share": blend.share, "least": blend.least, **_numbers(one)}
+    return {"heads": len(blend.score_heads), "share": blend.share, "focus": blend.focus, **_numbers(one)}

@@ -55,12 +55,12 @@ def _calibrate(model, tokenizer, effort: tuple[int, int, int, int, int], seed: i
         profile = calibrate(model, tokenizer, chosen, seed, tick)
     found = profile.measured
     kinds = (*(f"needles {x:.0%}" for x in NEEDLE_BUDGETS), *(f"KL {x:.0%}" for x in PROSE_BUDGETS))
-    table = Table("heads", "share", "least", *kinds)
+    table = Table("heads", "share", "focus", *kinds)
     for row in (found["fallback"], *found["tried"]):
         mark = "*" if (row["kept"], row["nats"]) == (found["chosen"]["kept"], found["chosen"]["nats"]) else ""
         numbers = (*(f"{x:.0%}" for x in row["kept"]), *(f"{x:.3f}" for x in row["nats"]))
         table.add_row(
-            f"{row.get('heads', best.FALLBACK)}{mark}", f"{row.get('share', '')}", f"{row.get('least', '')}", *numbers
+            f"{row.get('heads', best.FALLBACK)}{mark}", f"{row.get('share', '')}", f"{row.get('focus', '')}", *numbers
         )
     console.print(table)
     console.print(f"{found['solved']} of {found['prompts']} prompts are answered with the full cache", highlight=False)

@@ -85,13 +85,18 @@ def accumulation(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def window_attention(prompt: Prompt) -> Tensor:
-    """Causal attention of the window's queries over all that they meet: [B, G, R, w, n]; 0 elsewhere, and for columns
-    that ask nothing."""
+def window_logits(prompt: Prompt) -> Tensor:
+    """The window's queries times all keys, scaled: [B, G, R, w, n]."""
     batch, heads, window, width = prompt.queries.shape
     groups, wide = prompt.keys.shape[1], accumulation(prompt.keys)
     queries = prompt.queries.view(batch, groups, heads // groups, window, width).to(wide)
-    logits = torch.einsum("bgrwd,bgnd->bgrwn", queries, prompt.keys.to(wide)) * prompt.scale
+    return torch.einsum("bgrwd,bgnd->bgrwn", queries, prompt.keys.to(wide)) * prompt.scale
+
+
+def window_attention(prompt: Prompt) -> Tensor:
+    """Causal attention of the window's queries over all that they meet: [B, G, R, w, n]; 0 elsewhere, and for columns
+    that ask nothing."""
+    window, logits = prompt.window, window_logits(prompt)
     own = prompt.length[:, None] - window + torch.arange(window, device=logits.device)  # the queries' own slots
     own = own[:, None, None, :, None]
     meets = prompt.places <= own

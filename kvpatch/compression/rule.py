@@ -56,6 +56,7 @@ for _name, _score, _asks in (
     ("snapkv", lambda prompt, rule: scores.snapkv(prompt, rule.width, rule.pool), {"window": True}),
     ("cake", lambda prompt, rule: scores.cake(prompt, rule.width), {"window": True}),
     ("restkv", lambda prompt, rule: scores.restkv(prompt, rule.width), {"window": True}),
+    ("rkv", lambda prompt, rule: scores.rkv(prompt), {"window": True}),
     ("expected-attention", lambda prompt, rule: scores.expected_attention(prompt), {"law": True}),
     ("last-query", lambda prompt, rule: scores.last_query(prompt), {"window": True}),
     ("accumulated", lambda prompt, rule: scores.accumulated(prompt), {"mass": True}),
@@ -193,6 +194,7 @@ def cut(
     layers: int,
     heads: int,
     earlier: Tensor | None = None,
+    lengths: list[int] | None = None,
 ) -> Cut:
     """Choose what stays.
 
@@ -201,6 +203,7 @@ def cut(
         budgets: tokens that each row may hold.
         layers, heads: with sets of their own: 1 where all share one, else as many as there are.
         earlier: [layers, B, heads, n] scores of earlier queries, which are added; None: none.
+        lengths: tokens of each row, where the host knows them and no layer has passed any; None: the device is asked.
 
     Raises:
         ValueError: if what is protected does not fit a row's budget.
@@ -208,7 +211,7 @@ def cut(
     device, places, ends = prompts[0].keys.device, prompts[0].places, prompts[0].length[:, None, None]
     passed = [prompt.passed() for prompt in prompts]
     held = (places < ends) & ~torch.stack(passed).all(0)  # but what no layer will meet again
-    lengths = held[:, 0].sum(-1).tolist()
+    lengths = held[:, 0].sum(-1).tolist() if lengths is None else lengths
     pairs = [
         rule.protected(budget) if budget < length else (0, 0) for budget, length in zip(budgets, lengths, strict=True)
     ]
@@ -291,6 +294,7 @@ PRESETS = {
         Prefill("cake", score="cake", recent=32, allocation="cake"),
         Prefill("criticalkv", recent=32, critical=0.5),
         Prefill("restkv", score="restkv", recent=32),
+        Prefill("rkv", score="rkv", window=8, recent=8),
         Prefill("expected-attention", score="expected-attention", sinks=4),
         Prefill("h2o", score="accumulated", recent=0.5, carries=True),
         Prefill("vatp", score="accumulated-vnorm", sinks=20, recent=0.5, carries=True),

@@ -15,6 +15,7 @@ from kvpatch.compression.prompt import (
     group_mean,
     pooled,
     window_attention,
+    window_logits,
     window_mean,
     window_variance,
 )
@@ -23,6 +24,7 @@ from kvpatch.patches import half_turned
 CAKE_VARIANCE = 200.0
 CRITICAL = 1e-4
 RECENT_WEIGHT = 0.2
+RKV_IMPORTANCE = 0.07
 _DIRECT = "donot_use_mm_for_euclid_dist"  # a product of matrices loses what is near
 
 
@@ -118,6 +120,43 @@ def _change(a: Tensor, values: Tensor) -> Tensor:
     of_peak = values.gather(2, peak.expand(*peak.shape[:-1], values.shape[-1]))
     apart = ((others / left) @ values - of_peak).norm(dim=-1, keepdim=True)
     return change.scatter(-1, peak, most * apart)
+
+
+def rkv(prompt: Prompt, width: int = 7) -> Tensor:
+    """0.07 * importance - 0.93 * redundancy (R-KV, arXiv 2505.24133).
+
+    Importance: softmax over the entries that are not spared of the group's largest logits, mean over the window's
+    queries, maximum over `width` neighbours. Redundancy: softmax over all entries of the mean cosine of their key with
+    the others'; of the keys that resemble a key by more than 0.5, the newest, if newer than that key, is spared it.
+    """
+    outside = prompt.outside()
+    rows = window_logits(prompt).amax(2)  # [B, G, w, n]
+    # A row of which all is spared has no softmax: it is given all, then zero.
+    some = outside.any(-1)[..., None, None]
+    rows = rows.masked_fill(~(outside[:, :, None] | ~some), -torch.inf).softmax(-1)
+    asks = prompt.asks[:, None, :, None]
+    importance = torch.where(asks & some, rows, 0.0).sum(2) / prompt.asks.sum(-1)[:, None, None]
+    importance = pooled(importance, outside, width, "max")
+    return RKV_IMPORTANCE * importance - (1 - RKV_IMPORTANCE) * redundancy(prompt)
+
+
+def redundancy(prompt: Prompt, alike: float = 0.5) -> Tensor:
+    """Softmax over what is held of how much each key resembles the others, as `rkv` says: [B, G, n]."""
+    wide, held = accumulation(prompt.keys), prompt.held()
+    keys = prompt.keys.to(wide)
+    unit = torch.where(held[..., None], keys / keys.norm(dim=-1, keepdim=True).clamp_min(1e-12), 0.0)
+    batch, groups, slots, _ = keys.shape
+    total, places = unit.new_zeros(batch, groups, slots), prompt.places
+    piece = max(1, CELLS // (batch * groups * slots))
+    for start in range(0, slots, piece):
+        own = places[start : start + piece]
+        cosine = unit[:, :, start : start + piece] @ unit.transpose(2, 3)
+        cosine = cosine.masked_fill(places == own[:, None], 0.0)
+        copies = (cosine > alike) & (places > own[:, None])
+        newest = torch.where(copies, places, -1).amax(-1, keepdim=True)
+        total += torch.where(places == newest, 0.0, cosine).sum(2)
+    mean = total / prompt.length[:, None, None].to(wide)
+    return mean.masked_fill(~held, -torch.inf).softmax(-1)
 
 
 def last_query(prompt: Prompt) -> Tensor:

@@ -1,0 +1,237 @@
+"""Methods that cut again whenever a row is full: what is held after every step equals the reference."""
+
+import decode_oracle as steps
+import prefill_oracle as oracle
+import pytest
+import torch
+from factories import EOS, VOCABULARY, Forced, Watcher, left_padded, llama, prompts, retained_sets, run, tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_prefill import layers_of
+from test_runs import Rehearsing, generated
+
+import kvpatch
+from kvpatch.compression import scores
+from kvpatch.compression.prompt import Prompt
+from kvpatch.policy import resolve
+from kvpatch.rows import full_at, held_after, slots_read
+
+INTERVAL, WINDOW = 5, 3
+
+
+class WhenFull:
+    """Mixed into a method of the reference: a cut comes as soon as the budget is full, at the prompt's end first."""
+
+    def start(self, layers, prompt, budget):
+        super().start(layers, prompt, budget)
+        self.t = 0
+        self.cut_full()
+
+    def step(self):
+        self.t += 1
+        for held in (self.held[layer][head] for layer, head in self.cells()):
+            held.append(self.prompt + self.t - 1)
+        self.observe(self.prompt + self.t - 1)
+        self.cut_full()
+        return [[list(held) for held in heads] for heads in self.held]
+
+    def cut_full(self):
+        for layer, head in self.cells():
+            held, target = self.held[layer][head], self.budget - self.interval
+            if len(held) >= self.budget:
+                self.held[layer][head] = oracle.keep_top(self.scores(layer, head), held, target, self.protected(held))
+
+
+class RKV(WhenFull, steps.RKV):
+    pass
+
+
+class KeyDiff(WhenFull, steps.KeyDiff):
+    pass
+
+
+class SnapKV(WhenFull, steps.Method):
+    def scores(self, l, g):
+        layer, held = self.layers[l], self.held[l][g]
+        group = list(oracle.heads_of(layer, g))
+        part = oracle.Layer(layer.q[group][:, held], layer.k[[g]][:, held], layer.v[[g]][:, held])
+        return dict(zip(held, oracle.snapkv_scores(part, WINDOW)[0].tolist(), strict=False))
+
+    def protected(self, held):
+        return steps.newest(held, WINDOW)
+
+
+CASES = {
+    "rkv": (resolve("rkv", interval=INTERVAL), RKV(INTERVAL)),
+    "keydiff": (
+        kvpatch.Policy(prefill="keydiff", grows=True, interval=INTERVAL, coupling="per_head"),
+        KeyDiff(INTERVAL),
+    ),
+    "snapkv": (
+        kvpatch.Policy(
+            prefill=kvpatch.Prefill(window=WINDOW, recent=WINDOW), grows=True, interval=INTERVAL, coupling="per_head"
+        ),
+        SnapKV(INTERVAL),
+    ),
+}
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_rows_are_cut_when_they_are_full(name, compile):
+    """A long prompt, a short one that fills up later, and one that ends between two cuts, side by side."""
+    policy, method = CASES[name]
+    model, budget, count = llama(query_groups=2, kv_heads=2, layers=1), 14 if name == "rkv" else 11, 27
+    lengths, generator = (30, 6, 21), torch.Generator().manual_seed(4)
+    whole = [
+        (torch.randperm(VOCABULARY - 2, generator=generator)[: length + count + 1] + 2).tolist() for length in lengths
+    ]
+    rows = [ids[:length] for ids, length in zip(whole, lengths, strict=True)]
+    tokens = [ids[length:] for ids, length in zip(whole, lengths, strict=True)]
+    ended = 12
+    tokens[2] = tokens[2][:ended] + [EOS]
+    batch = left_padded(rows)
+    with kvpatch.patched(model, policy, budget=budget, compile=compile) as handle:
+        watcher = Watcher(handle.retained)
+        more = {"max_new_tokens": count + 1, "logits_processor": [Forced(tokens, batch["input_ids"].shape[1])]}
+        run(model, batch, streamer=watcher, eos_token_id=EOS, **more)
+        assert handle.stats.held == max(held_after(count, min(length, budget - 5), budget, 5) for length in lengths)
+        assert handle.stats.recompiles == 0
+    for row, length in enumerate(lengths):
+        ids = torch.tensor(rows[row] + tokens[row])
+        taken = ended if row == 2 else count
+        expected = steps.run(method, layers_of(model, ids), length, budget, taken)
+        for step, seen in enumerate(watcher.seen):
+            found = [[sorted(head) for head in layer] for layer in retained_sets(seen, row)]
+            assert found == expected[min(step, taken - 1)], f"row {row} after step {step + 1}"
+            assert all(len(head) < budget for head in found[0])
+
+
+@given(st.integers(0, 30), st.integers(2, 12), st.data())
+def test_a_row_fills_up_and_is_cut(length, limit, data):
+    interval = data.draw(st.one_of(st.none(), st.integers(1, limit - 1)))
+    held = length = min(length, limit if interval is None else limit - interval)
+    for step in range(1, 40):
+        assert slots_read(length, limit, step, interval) == held + 1
+        held += 1
+        if interval is None:
+            held = min(held, limit)
+        else:
+            assert full_at(step, length, limit, interval) == (held == limit)
+            held -= interval if held == limit else 0
+        assert held_after(step, length, limit, interval) == held
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 10**6), st.data())
+def test_scores_equal_the_reference(seed, data):
+    """Rows of several lengths beside each other, keys of which some are nearly equal."""
+    generator = torch.Generator().manual_seed(seed)
+    groups, share, width, window = 2, data.draw(st.integers(1, 3)), 6, data.draw(st.integers(1, 8))
+    lengths = data.draw(st.lists(st.integers(window + 1, 24), min_size=1, max_size=3))
+    n = max(lengths)
+    draw = {"generator": generator, "dtype": torch.float64}
+    keys = torch.randn(len(lengths), groups, n, width, **draw)
+    twins = torch.randint(n, (n,), generator=generator)
+    keys = torch.where(torch.rand(n, 1, generator=generator) < 0.4, keys[:, :, twins], keys)
+    keys = keys + 1e-3 * torch.randn(keys.shape, **draw)
+    queries = torch.randn(len(lengths), groups * share, window, width, **draw)
+    prompt = Prompt(
+        queries,
+        keys,
+        torch.zeros_like(keys),
+        torch.tensor(lengths),
+        width**-0.5,
+        torch.ones(len(lengths), window, dtype=torch.bool),
+        torch.full((len(lengths),), window),
+    )
+    found = scores.rkv(prompt)
+    for row, length in enumerate(lengths):
+        q = torch.zeros(groups * share, length, width, dtype=torch.float64)
+        q[:, length - window :] = queries[row]
+        layer = oracle.Layer(q, keys[row][:, :length], keys[row][:, :length])
+        for group in range(groups):
+            importance = steps.rkv_importance(layer, group, list(range(length)), window)
+            same = steps.rkv_redundancy(layer.k[group])[: length - window]
+            expected = 0.07 * importance - 0.93 * same
+            assert torch.allclose(found[row, group, : length - window], expected, rtol=1e-9, atol=1e-12)
+
+
+def test_many_keys_are_compared_piece_by_piece(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(2, 2, 40, 8, generator=generator)
+    nothing = torch.zeros(2, 4, 0, 8)
+    prompt = Prompt(
+        nothing, keys, keys, torch.tensor([40, 33]), 1.0, torch.zeros(2, 0, dtype=torch.bool), torch.zeros(2)
+    )
+    whole = scores.redundancy(prompt)
+    monkeypatch.setattr(scores, "CELLS", 2 * 2 * 40 * 7)
+    assert torch.allclose(scores.redundancy(prompt), whole, atol=1e-7)
+
+
+def test_a_budget_that_holds_everything_changes_nothing():
+    model, batch = llama(), left_padded(prompts((20, 13)))
+    expected = run(model, batch, max_new_tokens=12)
+    with kvpatch.patched(model, "rkv", budget=64, compile=False):
+        assert torch.equal(run(model, batch, max_new_tokens=12), expected)
+
+
+def test_a_later_turn_beams_and_forks_go_on():
+    model, ids = llama(), torch.tensor(prompts((40,)))
+    policy = resolve("rkv", interval=6)
+    with kvpatch.patched(model, policy, budget=24, compile=False) as handle:
+        cache = kvpatch.SlotCache(model.config, policy, budget=24)
+        said = model.generate(ids, max_new_tokens=15, do_sample=False, eos_token_id=None, past_key_values=cache)
+        longer = torch.cat((said, torch.tensor(prompts((9,)))), -1)
+        model.generate(longer, max_new_tokens=20, do_sample=False, eos_token_id=None, past_key_values=cache)
+        assert 18 <= cache.stats.held < 24
+        whole = model.generate(ids, max_new_tokens=15, do_sample=False, eos_token_id=None)
+        assert torch.equal(whole, said)
+        fork = handle.read(ids).fork()
+        again = model.generate(ids, max_new_tokens=15, do_sample=False, eos_token_id=None, past_key_values=fork)
+        assert torch.equal(again, said)
+        beams = model.generate(ids, max_new_tokens=15, num_beams=2, do_sample=False, eos_token_id=None)
+        assert beams.shape == said.shape
+
+
+@pytest.mark.parametrize("settings", [{}, {"eos_token_id": list(range(2, 12))}], ids=["greedy", "eos"])
+def test_runs_of_several_steps_end_where_a_row_is_full(settings):
+    model, batch = llama(), left_padded(prompts((40, 9)))
+    policy = resolve("snapkv", interval=11).replace(prefill=kvpatch.Prefill(window=4, recent=4))
+    for new_tokens in (2, 12, 47):
+        more = settings | {"max_new_tokens": new_tokens}
+        runs, single = (
+            generated(model, policy, capturer, batch, {"budget": 30}, **more) for capturer in (Rehearsing(), None)
+        )
+        assert runs == single
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"interval": 0}, ("interval", "0")),
+        ({"interval": 1.0}, ("interval", "1.0")),
+        ({"interval": True}, ("interval", "True")),
+        ({"interval": 4, "grows": False}, ("interval=4", "grows=False")),
+        ({"interval": 4, "prefill": "adakv"}, ("interval=4", "adakv", "uniform")),
+        ({"interval": 4, "prefill": "h2o"}, ("interval=4", "h2o", "all queries")),
+    ],
+    ids=repr,
+)
+def test_what_makes_no_sense_is_refused(given, words):
+    with pytest.raises(ValueError) as caught:
+        resolve("rkv", **given)
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_what_is_protected_must_fit_what_a_cut_leaves():
+    assert [resolve("rkv").leaving(budget) for budget in (20, 256, 300)] == [10, 128, 128]
+    assert resolve("rkv", interval=0.25).leaving(20) == 5
+    resolve("rkv").check_budget(16, 10)
+    with pytest.raises(ValueError, match="rkv.*budget of 7"):
+        resolve("rkv").check_budget(14, 10)
+
+
+def test_a_sliding_window_is_refused():
+    with pytest.raises(ValueError, match="interval=128 on a model with a sliding window of 24"):
+        kvpatch.patch(tiny("ministral"), "rkv", budget=32)
