@@ -1,5 +1,6 @@
 """Which heads, how many of them, and what share of the budget they decide over: chosen by trying them out."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -12,7 +13,8 @@ from kvpatch.calibration import observing, prompts, trials
 from kvpatch.policy import Policy, resolve
 from kvpatch.ranking import Blend
 
-COUNTS, SHARES, FOCI = (2, 4, 8), (0.5, 0.75), (0.65, 0.75, 0.85)
+COUNTS, SHARES = (2, 4, 8), (0.5, 0.75)
+FOCI = (0.0, 0.1, 0.25)  # quantiles of the focus on prompts with a fact
 LEAST, CLOSING = 0.005, 5  # an answer's last token has little more than that at the first step
 NEEDLE_BUDGETS, PROSE_BUDGETS = (0.03, 0.02), (0.03, 0.02)
 LEAST_SOLVED = 6
@@ -80,7 +82,7 @@ def calibrate(
         resolve(best.FALLBACK, name=best.NAME, blend=_blend(heads[:count], share, focus))
         for count in COUNTS
         for share in SHARES
-        for focus in FOCI
+        for focus in _foci(heads[:count], seen)
     ]
     outcomes = _tried(model, tokenizer, candidates, effort, seeds, tick)
     chosen = choose(outcomes)
@@ -98,6 +100,12 @@ def calibrate(
         "tried": [_described(one) for one in outcomes[1:]],
     }
     return best.Profile(best.identity(model), chosen.policy, measured)
+
+
+def _foci(heads: list[tuple[int, int]], seen: list[observing.Observed]) -> list[float]:
+    """What the focus of a row that has something to copy is at least, for each quantile, to two digits."""
+    found = observing.foci(observing.mean_of(heads), seen)
+    return sorted({math.floor(100 * found.quantile(part).item()) / 100 for part in FOCI})
 
 
 def _blend(heads: list[tuple[int, int]], share: float, focus: float) -> Blend:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvpatch import needle
+from kvpatch import needle, selection
 from kvpatch.evaluation.attending import eager, full_cache
 
 
@@ -79,6 +79,12 @@ def cost(ranked: Callable[[Tensor], Tensor], seen: list[Observed]) -> float:
     """
     ranks = torch.tensor([worst_rank(ranked(one.attention), one.answer) for one in seen], dtype=torch.float64)
     return ranks.log2().mean().item()
+
+
+def foci(ranked: Callable[[Tensor], Tensor], seen: list[Observed]) -> Tensor:
+    """`selection.focus` of each prompt, [prompts]; arguments as of `cost`."""
+    scores = [ranked(one.attention) for one in seen]
+    return torch.stack([selection.focus(one, torch.arange(len(one)), one >= 0)[0] for one in scores])
 
 
 def mean_of(heads: list[tuple[int, int]]) -> Callable[[Tensor], Tensor]:
