@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from kvpatch import attention, backends, cutting, moving, scoring, selection, slots, turns
+from kvpatch import attention, backends, compact, cutting, moving, scoring, selection, slots, turns
 from kvpatch.budget import UNSET
 from kvpatch.cachelayer import LayerWatch, SlotLayer, heads_of, site_of, windows_of
 from kvpatch.compression import rule as compression
@@ -57,6 +57,9 @@ class SlotCache(Cache):
         self.windows = windows_of(text)
         self.window = self.windows[0] if len(set(self.windows)) == 1 else None  # that of every layer
         self.policy.check_windows(self.windows)
+        # Whether positions are those in the cache; without eviction they are the text's too.
+        fixed = not compact.why_not(self.windows, getattr(text, "rope_parameters", None))
+        self.compact = self.policy.compact and self.budget.evicts and fixed
         self._scorers = tuple(scoring.scorer(ranking.scorer) for ranking in rankings)
         self.config = text
         self.attends: dict[tuple, Callable] = {}  # (rankings that a layer scores for, its window) -> its attention
@@ -113,12 +116,15 @@ class SlotCache(Cache):
         }
         if self.recuts and self.needs.window:
             self.attends = {kind: slots.noting(attend) for kind, attend in self.attends.items()}
+        if self.compact:
+            self.attends = {kind: compact.compacting(attend) for kind, attend in self.attends.items()}
         self._heads = [self._head_weights(layer) for layer in range(len(self.layers))]
 
     def _shape(self, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> slots.Shape:
-        window = self.needs.window if self.recuts else 0
-        heads = heads_of(self.config)[0] if window else 0
-        return slots.Shape.at(self.policy, len(self.layers), kv_heads, head_dim, dtype, device, window, heads)
+        more = {"sinks": self.policy.sinks} if self.compact else {}
+        if self.recuts and self.needs.window:
+            more |= {"window": self.needs.window, "heads": heads_of(self.config)[0]}
+        return slots.Shape.at(self.policy, len(self.layers), kv_heads, head_dim, dtype, device, **more)
 
     def _head_weights(self, layer: int) -> Tensor | None:
         """[Q, G, R] for `slots.LayerSlots`."""
@@ -410,6 +416,8 @@ class SlotCache(Cache):
         self.state = State(self.current, rows, entries, self.window)
         self.phase = "decode"
         read = sum(self.entries)
+        if self.compact:
+            compact.keep(self.current, before)
         if self.compresses:
             cutting.by_method(self, valid)
         if self.recuts:
@@ -424,7 +432,14 @@ class SlotCache(Cache):
         self.step += 1
         self.scores = self.scores_at(self.step)
         self.state.read(self.make_room(self.step))
+        self.admit()
+
+    def admit(self) -> None:
+        """What a step's begin does on the device: the new token's slot and position, and where the sinks stand now."""
         self.backend.begin(self.state.ledger, self.policy)
+        if self.compact:
+            gone = self.state.newest + 1 - self.state.length[0, :, 0]
+            self.current.turns.copy_(compact.factors(self.rotary.inv_freq, gone))
 
     def read_all(self) -> None:
         """Steps read up to the capacity: kernels stop at each row's length, and one captured run serves all lengths."""
@@ -469,8 +484,10 @@ class SlotCache(Cache):
             return None
         attend = self.attends[self._scored[layer] if self.scores else (), self.windows[layer]]
         heads = self._heads[layer] if self.scores else None
-        queries = self.current.queries[layer] if self.current.queries else None
-        return slots.LayerSlots(*self.state.views[layer], self.state.ledger.index, heads, attend, queries)
+        current = self.current
+        queries = current.queries[layer] if current.queries else None
+        turned = (current.anchors[layer], current.turns) if self.compact else (None, None)
+        return slots.LayerSlots(*self.state.views[layer], self.state.ledger.index, heads, attend, queries, *turned)
 
     def set_active(self, active: Tensor) -> None:
         """Freeze the rows where `active` [B] is False: what they hold stays as it is."""

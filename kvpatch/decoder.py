@@ -127,7 +127,7 @@ class Decoder:
             logits [B, V], float32 or wider.
         """
         cache.scores = scores
-        cache.backend.begin(cache.state.ledger, self.policy)
+        cache.admit()
         with self._counted((scores, True, tokens.shape[0] > 1)):
             return self._run(cache, tokens, True)
 

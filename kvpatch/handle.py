@@ -167,7 +167,7 @@ class Patch:
             site = self.site
             cache.choose_backend(site)
             self.choose_backend(site)
-        cache.stats = self.stats
+        cache.stats, cache.rotary = self.stats, self.parts.rotary
         self.stats.begin(cache.nbytes)
         self._last = lambda: cache
         return cache

@@ -67,7 +67,7 @@ def cut(source: Buffers, target: Buffers, order: Tensor, note: Callable[[], None
             new[layer][:, :, :size] = gathered(old[layer], chosen)
         note()
         if target is not source:
-            _take_queries(source, target, layer)
+            _take_notes(source, target, layer)
             source.drop_layer(layer)
     # Both are gathered before either is written: source and target may be one.
     utility = source.utility.gather(-1, order.expand(shape.rankings, *order.shape))
@@ -86,15 +86,16 @@ def move(source: Buffers, target: Buffers, note: Callable[[], None]) -> None:
         target.keys[layer][:, :, : source.capacity] = source.keys[layer]
         target.values[layer][:, :, : source.capacity] = source.values[layer]
         note()
-        _take_queries(source, target, layer)
+        _take_notes(source, target, layer)
         source.drop_layer(layer)
     target.utility[..., : source.capacity] = source.utility
     target.positions[..., : source.capacity] = source.positions
 
 
-def _take_queries(source: Buffers, target: Buffers, layer: int) -> None:
-    if source.queries:
-        target.queries[layer].copy_(source.queries[layer])
+def _take_notes(source: Buffers, target: Buffers, layer: int) -> None:
+    for old, new in ((source.queries, target.queries), (source.anchors, target.anchors)):
+        if old:
+            new[layer].copy_(old[layer])
 
 
 def gathered(source: Tensor, order: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from kvpatch import attention, best, patches
 from kvpatch.budget import UNSET
 from kvpatch.cache import SlotCache
 from kvpatch.cachelayer import windows_of
+from kvpatch.compact import why_not
 from kvpatch.errors import UnsupportedModelError
 from kvpatch.explanation import Explanation
 from kvpatch.handle import ATTRIBUTE, Patch
@@ -63,7 +64,8 @@ def patch(
     policy, budget = settle(policy, budget, policy_fields)
     policy.check_backend(backend)
     _check_state(model)
-    policy.check_windows(windows_of(model.config.get_text_config(decoder=True)))
+    text = model.config.get_text_config(decoder=True)
+    policy.check_windows(windows_of(text))
     for ranking in policy.rankings:
         for layer in ranking.scoring_layers(model.config.num_hidden_layers):
             ranking.head_weights(layer, model.config.num_attention_heads)
@@ -86,6 +88,9 @@ def patch(
     handle.policy_origin = origin
     if origin is not None and policy.blend is None:
         handle.warn_once(f"policy 'best': {origin}")
+    kept = why_not(windows_of(text), getattr(text, "rope_parameters", None)) if policy.compact else ""
+    if kept:
+        handle.warn_once(f"policy {policy.name!r}: positions stay those of the text: {kept}")
     if compile and not handle.compile:
         handle.warn_once(f"decode steps are not compiled: {handle.uncompiled_because}")
     earlier = model.__dict__.get(ATTRIBUTE)

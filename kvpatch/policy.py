@@ -34,6 +34,9 @@ class Policy:
         rescue: at the first large eviction keep the best entry of every 16 positions before filling by rank.
         new_token: utility that a new token starts with: "mean" of the held entries' or "zero".
         blend: a second ranking with the same coupling and refresh, which keeps a share of the budget.
+        compact: keys and queries are turned to where they stand in the cache, not in the text; only for
+            scorer="recency" with a number of sinks and nothing else that is protected. A model with sliding windows, or
+            whose rotary frequencies follow the length, keeps the text's positions.
         seed: for the "random" scorer.
         prefill: how the prompt is cut before anything is decoded, a name of `list_prefill()` or a `kvpatch.Prefill`;
             None: the first decode step scores it whole, then it is cut.
@@ -67,6 +70,7 @@ class Policy:
     prefill: "str | prompts.Prefill | None" = None
     grows: bool = False
     interval: int | float | None = None
+    compact: bool = False
 
     def __post_init__(self):
         one_of("coupling", self.coupling, COUPLINGS)
@@ -75,7 +79,7 @@ class Policy:
         for field in ("sinks", "recent", "reserve"):
             check_part(field, getattr(self, field))
         check_seed(self.seed)
-        for field in ("evicts", "rescue", "grows"):
+        for field in ("evicts", "rescue", "grows", "compact"):
             if not isinstance(getattr(self, field), bool):
                 raise ValueError(f"{field} must be True or False, got {getattr(self, field)!r}")
         if not isinstance(self.name, str):
@@ -89,6 +93,22 @@ class Policy:
         object.__setattr__(self, "_rankings", (own,) if self.blend is None else (own, self.blend))
         for ranking in self._rankings:
             ranking.check_coupling(self.coupling, self.refresh)
+        self._check_compact()
+
+    def _check_compact(self) -> None:
+        if not self.compact:
+            return
+        if self.scorer != "recency" or not is_int(self.sinks):
+            raise ValueError(
+                f"compact=True with scorer={self.scorer!r} and sinks={self.sinks!r}: what is held behind the sinks has "
+                "no gaps only with scorer='recency' and a count of sinks"
+            )
+        for field in ("recent", "reserve", "rescue", "blend", "prefill"):
+            if getattr(self, field):
+                raise ValueError(
+                    f"compact=True with {field}={getattr(self, field)!r}, which may leave gaps behind the sinks: leave "
+                    f"{field} out"
+                )
 
     def _check_prefill(self) -> None:
         rule = self.prefill
@@ -253,8 +273,7 @@ _PRESETS = {
         Policy("tova", aggregation="single", coupling="per_layer"),
         # Only the decode part of H2O: the prompt's own attention is not summed.
         Policy("h2o-decode", aggregation="cumulative", coupling="per_head", recent=0.5),
-        # Keys keep their original rotary positions.
-        Policy("streaming-llm", scorer="recency", aggregation="single", sinks=4),
+        Policy("streaming-llm", scorer="recency", aggregation="single", sinks=4, compact=True),
         Policy("h2o", aggregation="cumulative", coupling="per_head", recent=0.5, new_token="zero", prefill="h2o"),
         Policy(
             "vatp",

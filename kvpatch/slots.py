@@ -31,6 +31,8 @@ class LayerSlots(NamedTuple):
     heads: [Q, G, R] what each query head's attention is multiplied by before heads are pooled, None: nothing.
     attend: (slots, q [B, H, 1, D], k, v [B, G, 1, D], scale) -> output [B, 1, H, D].
     queries: [B, H, w, D], the last ones, that of position p at p % w; None where they are not wanted.
+    anchors, turns: [B, G, S, D] keys of the sinks as they came, [2, B, D] cos and sin by which they are turned now;
+        None where positions are those of the text.
     """
 
     keys: Tensor
@@ -45,6 +47,8 @@ class LayerSlots(NamedTuple):
     heads: Tensor | None
     attend: Callable
     queries: Tensor | None = None
+    anchors: Tensor | None = None
+    turns: Tensor | None = None
 
 
 def layer_rule(policy: Policy, ranking: Ranking) -> str:
@@ -266,7 +270,8 @@ class Buffers:
 
     index: [C] int64, 0..C-1.   books: as `Books`.
 
-    queries: per layer [B, H, w, D], as in `LayerSlots`; none where they are not wanted.
+    queries, anchors: per layer, as in `LayerSlots`; none where they are not wanted.
+    turns: as in `LayerSlots`.
 
     keys, values: per layer [B, G, C, D], None before `add_layer` and after `drop_layer`, so that a move from one
         capacity to another holds both for one layer at a time only.
@@ -287,6 +292,12 @@ class Buffers:
         self.books = Books.of(shape, batch)
         size = (batch, shape.heads, shape.window, shape.head_dim)
         of_layers = shape.layers if shape.window else 0
+        sinks = (batch, shape.kv_heads, shape.sinks, shape.head_dim)
+        self.anchors = [
+            torch.zeros(sinks, dtype=shape.dtype, device=shape.device)
+            for _ in range(shape.layers if shape.sinks else 0)
+        ]
+        self.turns = torch.zeros(2, batch, shape.head_dim, dtype=accumulated, device=shape.device)
         self.queries = [torch.zeros(size, dtype=shape.dtype, device=shape.device) for _ in range(of_layers)]
 
     def add_layer(self, layer: int) -> None:
@@ -304,13 +315,15 @@ class Buffers:
 
     def by_row(self) -> Iterator[tuple[Tensor, int]]:
         """Every tensor that is there, and the dimension of its rows."""
-        yield from ((tensor, 0) for tensor in (*self.keys, *self.values, *self.queries) if tensor is not None)
+        yield from (
+            (tensor, 0) for tensor in (*self.keys, *self.values, *self.queries, *self.anchors) if tensor is not None
+        )
         yield from ((self.utility, 2), (self.pending, 2), (self.positions, 1))
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated now."""
-        tensors = [*self.keys, *self.values, *self.queries, self.utility, self.positions, self.pending]
+        tensors = [*self.keys, *self.values, *self.queries, *self.anchors, self.utility, self.positions, self.pending]
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
@@ -328,15 +341,14 @@ class Shape(NamedTuple):
     rankings: int
     window: int = 0
     heads: int = 0
+    sinks: int = 0
 
     @classmethod
-    def at(
-        cls, policy: Policy, layers: int, kv_heads: int, head_dim: int, dtype, device, window: int = 0, heads: int = 0
-    ) -> "Shape":
+    def at(cls, policy: Policy, layers: int, kv_heads: int, head_dim: int, dtype, device, **more) -> "Shape":
         """The shape under a policy.
 
         Args:
-            window, heads: last queries that are kept, and query heads; 0: none are.
+            **more: window and heads, last queries that are kept and query heads; sinks whose keys are; 0: none are.
         """
         own_layers = policy.coupling in ("per_layer", "per_head")
         return cls(
@@ -349,8 +361,7 @@ class Shape(NamedTuple):
             ranked_heads=kv_heads if policy.coupling == "per_head" else 1,
             uniform=policy.coupling == "uniform",
             rankings=len(policy.rankings),
-            window=window,
-            heads=heads,
+            **more,
         )
 
 

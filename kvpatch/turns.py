@@ -6,7 +6,7 @@ While such a prompt is read, the tokens held lie in the first slots, and the pro
 import torch
 from torch import Tensor
 
-from kvpatch import moving
+from kvpatch import compact, moving
 from kvpatch.rows import row_lengths
 
 
@@ -85,6 +85,9 @@ def reopen(cache) -> None:
         target = cache.allocate(source.batch, needed)
     order = moving.by_position(held, source.positions[..., : held.shape[-1]])[..., :most]
     moving.cut(source, target, order, lambda: cache.note_bytes(target))
+    if cache.compact:  # the prompt's first token comes in behind what is held
+        gone = torch.tensor(cache.seen, device=held.device) - torch.tensor(cache.before, device=held.device)
+        compact.turn(target, cache.rotary.inv_freq, gone)
     cache.current, cache.state, cache.phase, cache.step, cache.stored = target, None, "prefill", 0, most
     cache.watch, cache.whole = None, []
     cache.prompt, cache.entries, cache.budgets, cache.limits, cache.planned = [], [], [], [], 0

@@ -158,7 +158,7 @@ def test_every_field_of_a_policy_and_a_blend_can_be_kept(tmp_path):
     )
     default = kvpatch.Policy()
     same = [f.name for f in dataclasses.fields(policy) if getattr(policy, f.name) == getattr(default, f.name)]
-    assert same == ["evicts", "score_heads"]  # what a blend that evicts can't change
+    assert same == ["evicts", "score_heads", "compact"]  # what a blend that evicts can't change
     profile_of(tiny("llama"), policy).write(tmp_path / "x.toml")
     assert best.Profile.read(tmp_path / "x.toml").policy == policy
 

@@ -9,6 +9,7 @@ from oracle import Axes, Row
 
 import kvpatch
 from kvpatch import moving
+from kvpatch.policy import resolve
 
 
 def whole(ids: torch.Tensor) -> dict:
@@ -59,7 +60,7 @@ def test_a_batch_of_conversations_with_padded_turns(implementation):
     assert torch.equal(got[:, -9:], torch.stack(alone))
 
 
-@pytest.mark.parametrize("policy", ["inertia-lazy", "tova", "h2o-decode", "streaming-llm"])
+@pytest.mark.parametrize("policy", ["inertia-lazy", "tova", "h2o-decode", resolve("streaming-llm", compact=False)])
 def test_a_turn_over_an_evicted_cache_meets_what_was_kept_and_its_own_block(policy):
     """The block's logits and the next step equal a forward over exactly the kept tokens and the block."""
     model = llama(layers=1)  # with one layer keys and values do not depend on what was evicted

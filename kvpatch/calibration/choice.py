@@ -14,7 +14,7 @@ from kvpatch.policy import Policy, resolve
 from kvpatch.ranking import Blend
 
 COUNTS, SHARES = (2, 4, 8), (0.5, 0.75)
-FOCI = (0.0, 0.1, 0.25)  # quantiles of the focus on prompts with a fact
+PLAIN = 0.9
 LEAST, CLOSING = 0.005, 5  # an answer's last token has little more than that at the first step
 NEEDLE_BUDGETS, PROSE_BUDGETS = (0.03, 0.02), (0.03, 0.02)
 LEAST_SOLVED = 6
@@ -27,8 +27,8 @@ class Effort:
     texts, forced: of prose, and tokens of their continuations.   length: tokens of a prompt.   batch: rows."""
 
     observed: int = 32
-    tried: int = 16
-    texts: int = 8
+    tried: int = 32
+    texts: int = 16
     forced: int = 64
     length: int = 1024
     batch: int = 8
@@ -76,15 +76,21 @@ def calibrate(
             f"the model answers {len(seen)} of {effort.observed} needle prompts of {effort.length} tokens with its "
             f"full cache, and {LEAST_SOLVED} are needed: calibrate at another length, or with more prompts"
         )
+    texts = torch.stack([needle.prose(effort.length, tokenizer, next(seeds)) for _ in range(effort.texts)])
+    plain = []
+    for done, text in enumerate(texts):
+        plain.append(observing.look(model, text))
+        tick("reading prose", done + 1, effort.texts)
     heads = observing.by_cost(seen)[: max(COUNTS)]
+    attentions = [one.attention for one in seen]
+    foci = {count: focus_of(heads[:count], attentions, plain) for count in COUNTS}
     candidates = [resolve(best.FALLBACK, name=best.NAME)]
     candidates += [
-        resolve(best.FALLBACK, name=best.NAME, blend=_blend(heads[:count], share, focus))
+        resolve(best.FALLBACK, name=best.NAME, blend=_blend(heads[:count], share, foci[count]))
         for count in COUNTS
         for share in SHARES
-        for focus in _foci(heads[:count], seen)
     ]
-    outcomes = _tried(model, tokenizer, candidates, effort, seeds, tick)
+    outcomes = _tried(model, tokenizer, candidates, effort, seeds, texts, tick)
     chosen = choose(outcomes)
     measured = {
         "kvpatch": kvpatch.__version__,
@@ -102,10 +108,20 @@ def calibrate(
     return best.Profile(best.identity(model), chosen.policy, measured)
 
 
-def _foci(heads: list[tuple[int, int]], seen: list[observing.Observed]) -> list[float]:
-    """What the focus of a row that has something to copy is at least, for each quantile, to two digits."""
-    found = observing.foci(observing.mean_of(heads), seen)
-    return sorted({math.floor(100 * found.quantile(part).item()) / 100 for part in FOCI})
+def focus_of(heads: list[tuple[int, int]], seen: list[Tensor], plain: list[Tensor]) -> float:
+    """What tells rows that have something to copy from others, to two digits.
+
+    Half-way between the least focus of prompts with a fact and what nine of ten plain texts stay below; where these
+    overlap, the former.
+
+    Args:
+        seen, plain: attention of prompts that hide a fact, and of plain texts.
+    """
+    ranked = observing.mean_of(heads)
+    found = observing.foci(ranked, seen).min().item()
+    beneath = observing.foci(ranked, plain).quantile(PLAIN).item()
+    between = min(found, (found + beneath) / 2)
+    return min(max(math.floor(100 * between) / 100, 0.01), 0.99)
 
 
 def _blend(heads: list[tuple[int, int]], share: float, focus: float) -> Blend:
@@ -118,7 +134,9 @@ def _blend(heads: list[tuple[int, int]], share: float, focus: float) -> Blend:
     )
 
 
-def _tried(model, tokenizer, candidates: list[Policy], effort: Effort, seeds: Iterator[int], tick) -> list[Outcome]:
+def _tried(
+    model, tokenizer, candidates: list[Policy], effort: Effort, seeds: Iterator[int], texts: Tensor, tick
+) -> list[Outcome]:
     """Needles of all candidates, prose of the first one and of those that keep most; the first one's outcome first."""
     needle_ways = [("full", None)] + [(one, trials.share(x)) for one in candidates for x in NEEDLE_BUDGETS]
     batches = -(-effort.tried // effort.batch)
@@ -140,9 +158,8 @@ def _tried(model, tokenizer, candidates: list[Policy], effort: Effort, seeds: It
         kept = [((one & full).sum() / full.sum().clamp_min(1)).item() for one in others]
         needles = _by_policy(kept, len(NEEDLE_BUDGETS))
         left = _finalists(candidates, needles)
-        texts = [needle.prose(effort.length, tokenizer, next(seeds)) for _ in range(effort.texts)]
         prose_ways = [(candidates[number], trials.share(x)) for number in left for x in PROSE_BUDGETS]
-        apart = trials.divergences(handle, tokenizer, torch.stack(texts), effort.forced, prose_ways, one_done)
+        apart = trials.divergences(handle, tokenizer, texts, effort.forced, prose_ways, one_done)
     nats = _by_policy([one.mean().item() for one in apart], len(PROSE_BUDGETS))
     return [Outcome(candidates[n], needles[n], apart) for n, apart in zip(left, nats, strict=True)]
 
@@ -156,7 +173,7 @@ def _finalists(candidates: list[Policy], needles: list[tuple[float, ...]]) -> li
 
     def rank(number: int) -> tuple:
         blend = candidates[number].blend
-        return -sum(needles[number]), -blend.focus, blend.share
+        return -sum(needles[number]), blend.share, len(blend.score_heads)
 
     return [0, *sorted(range(1, len(candidates)), key=rank)[:FINALISTS]]
 

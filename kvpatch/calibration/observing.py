@@ -29,6 +29,20 @@ class Observed:
 
 
 @torch.no_grad()
+def look(model, ids: Tensor) -> Tensor:
+    """Attention [layers, heads, n + 1] float32 of the step that feeds what the model says after a text [n].
+
+    Args:
+        model: unpatched, or patched and outside `generate`.
+    """
+    cache = full_cache(model)
+    said = model(ids.to(model.device)[None], logits_to_keep=1, **cache).logits[0, -1].argmax(-1)
+    with eager(model):
+        output = model(said[None, None], output_attentions=True, **cache)
+    return torch.stack([one[0, :, 0] for one in output.attentions]).float().cpu()
+
+
+@torch.no_grad()
 def observe(model, tokenizer, hidden: needle.Needle) -> Observed | None:
     """Read one prompt with the full cache, feed the answer, and look; None where the answer is not tokenised alike.
 
@@ -81,9 +95,13 @@ def cost(ranked: Callable[[Tensor], Tensor], seen: list[Observed]) -> float:
     return ranks.log2().mean().item()
 
 
-def foci(ranked: Callable[[Tensor], Tensor], seen: list[Observed]) -> Tensor:
-    """`selection.focus` of each prompt, [prompts]; arguments as of `cost`."""
-    scores = [ranked(one.attention) for one in seen]
+def foci(ranked: Callable[[Tensor], Tensor], attentions: list[Tensor]) -> Tensor:
+    """`selection.focus` of each prompt, [prompts].
+
+    Args:
+        ranked: as of `cost`.   attentions: of each prompt [layers, heads, n].
+    """
+    scores = [ranked(one) for one in attentions]
     return torch.stack([selection.focus(one, torch.arange(len(one)), one >= 0)[0] for one in scores])
 
 
