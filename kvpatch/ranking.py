@@ -105,9 +105,9 @@ class Blend(Ranking):
             ranking which finds nothing takes nothing. Only for scorers that use attention, which is never negative.
         closing: width, in entries, of a morphological closing of the utility over positions at the first large cut: a
             gap of fewer entries between high ones is filled, so that what belongs together stays together. 1: none.
-        focus: in (0, 1); a row in which the `selection.FOCUS` best entries hold less than that part of this ranking's
-            utility when the first step is done, the first token left out, holds nothing that the ranking looks for: it
-            goes without the ranking from then on. Only where all layers share a ranking. None: no row does.
+        focus: in (0, 1); a row in which the `selection.FOCUS` best entries behind the first token have less than that
+            part of this ranking's utility when the first step is done holds nothing that the ranking looks for: it goes
+            without the ranking from then on. Only where all layers share a ranking. None: no row does.
     """
 
     share: float = 0.5

@@ -102,13 +102,14 @@ def best(utility: Tensor, positions: Tensor, held: Tensor, count: Tensor, least:
 def focus(utility: Tensor, positions: Tensor, held: Tensor) -> Tensor:
     """Part of the utility that the `FOCUS` best entries have: [Lc, B, Gc, 1], 0 where all utility is 0.
 
-    The first token counts neither as one of them nor in the whole: what attention has no use for goes there.
+    The first token is not one of them, since what attention has no use for goes there.
 
     Args:
         utility, positions: [Lc, B, Gc, n].   held: bool of that shape; no other entry counts.
     """
-    counted = torch.where(held & (positions > 0), utility, 0.0)
-    highest = counted.topk(min(FOCUS, counted.shape[-1]), dim=-1).values.sum(-1, keepdim=True)
+    counted = torch.where(held, utility, 0.0)
+    others = torch.where(positions > 0, counted, 0.0)
+    highest = others.topk(min(FOCUS, others.shape[-1]), dim=-1).values.sum(-1, keepdim=True)
     return highest / counted.sum(-1, keepdim=True).clamp_min(torch.finfo(utility.dtype).tiny)
 
 

@@ -186,9 +186,9 @@ def closed(utility, width):
 
 
 def in_focus(utility, part):
-    """Whether the 30 highest utilities come to at least this part of all of them; position 0 is left out of both."""
+    """Whether the 30 highest utilities, position 0 not among them, come to at least this part of all of them."""
     others = sorted((value for i, value in utility.items() if i != 0), reverse=True)
-    whole = math.fsum(others)
+    whole = math.fsum(utility.values())
     return whole > 0 and math.fsum(others[:30]) >= part * whole
 
 

@@ -51,7 +51,7 @@ def test_copying_heads_come_first_and_their_mean_costs_the_answers_length():
 def focus_by_hand(attention, heads):
     mean = sum(attention[layer, head] for layer, head in heads) / len(heads)
     ordered = sorted(mean[1:].tolist(), reverse=True)
-    return sum(ordered[:30]) / sum(ordered)
+    return sum(ordered[:30]) / mean.sum().item()
 
 
 def test_the_focus_lies_between_prompts_with_a_fact_and_plain_texts():

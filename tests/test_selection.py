@@ -79,7 +79,7 @@ def test_utilities_that_differ_by_rounding_alone_are_a_tie():
 
 @DRAWS
 @given(ledgers(most_slots=60))
-def test_focus_is_what_the_best_have_of_all_but_the_first_tokens(drawn):
+def test_focus_is_what_the_best_behind_the_first_token_have(drawn):
     utility, generator = drawn
     utility = utility.abs()
     positions = torch.rand(utility.shape, generator=generator).argsort(-1) * 2
@@ -88,7 +88,7 @@ def test_focus_is_what_the_best_have_of_all_but_the_first_tokens(drawn):
     assert found.shape == (*utility.shape[:-1], 1)
     for lead, row in lists(utility):
         counted = sorted((row[i] for i in range(len(row)) if held[lead][i] and positions[lead][i] != 0), reverse=True)
-        whole = sum(counted)
+        whole = sum(row[i] for i in range(len(row)) if held[lead][i])
         expected = sum(counted[:30]) / whole if whole else 0.0
         assert math.isclose(found[lead].item(), expected, rel_tol=1e-12)
 
