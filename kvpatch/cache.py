@@ -56,7 +56,7 @@ class SlotCache(Cache):
         self._scored = [tuple(n for n, some in enumerate(layers) if index in some) for index in range(len(self.layers))]
         self.windows = windows_of(text)
         self.window = self.windows[0] if len(set(self.windows)) == 1 else None  # that of every layer
-        self.policy.check_windows(self.windows)
+        self.policy.check_model(self.windows, heads_of(text)[1])
         # Whether positions are those in the cache; without eviction they are the text's too.
         fixed = not compact.why_not(self.windows, getattr(text, "rope_parameters", None))
         self.compact = self.policy.compact and self.budget.evicts and fixed

@@ -5,7 +5,7 @@ import contextlib
 from kvpatch import attention, best, patches
 from kvpatch.budget import UNSET
 from kvpatch.cache import SlotCache
-from kvpatch.cachelayer import windows_of
+from kvpatch.cachelayer import heads_of, windows_of
 from kvpatch.compact import why_not
 from kvpatch.errors import UnsupportedModelError
 from kvpatch.explanation import Explanation
@@ -65,7 +65,7 @@ def patch(
     policy.check_backend(backend)
     _check_state(model)
     text = model.config.get_text_config(decoder=True)
-    policy.check_windows(windows_of(text))
+    policy.check_model(windows_of(text), heads_of(text)[1])
     for ranking in policy.rankings:
         for layer in ranking.scoring_layers(model.config.num_hidden_layers):
             ranking.head_weights(layer, model.config.num_attention_heads)

@@ -127,8 +127,7 @@ class Policy:
             raise TypeError(f"prefill must be a name, a kvpatch.Prefill or None, got {rule!r}")
         if not self.evicts:
             raise ValueError(f"prefill={rule.name!r} with evicts=False, which keeps everything: leave prefill out")
-        finest = {"uniform": COUPLINGS, "pyramid": ("per_layer", "per_head"), "cake": ("per_layer", "per_head")}
-        fits = finest.get(rule.allocation, ("per_head",))
+        fits = COUPLINGS if rule.even else ("per_head",) if rule.by_head else ("per_layer", "per_head")
         if self.coupling not in fits:
             raise ValueError(
                 f"prefill={rule.name!r} shares its budget out by {rule.allocation!r}, which needs coupling "
@@ -171,12 +170,15 @@ class Policy:
                 "use backend='auto'"
             )
 
-    def check_windows(self, windows: Sequence[int | None]) -> None:
-        """Whether this policy can run where layers have these sliding windows, None: without one.
+    def check_model(self, windows: Sequence[int | None], heads: int) -> None:
+        """Whether this policy can run on a model of so many KV heads, whose layers have these sliding windows or None.
 
         Raises:
-            ValueError: if its method cuts again, by places, which no longer are positions then.
+            ValueError: if a table of budgets has another shape, or its method cuts again, by places, which no longer
+                are positions where there is a window.
         """
+        if self.prefill is not None:
+            self.prefill.check_shape(len(windows), heads)
         if self.interval is not None and any(windows):
             raise ValueError(
                 f"interval={self.interval!r} on a model with a sliding window of {min(filter(None, windows))} tokens: "

@@ -152,7 +152,7 @@ def test_every_field_of_a_policy_and_a_blend_can_be_kept(tmp_path):
         "zero",
         blend,
         7,
-        kvpatch.Prefill("mine", "cake", 8, 3, "max", 1, 0.5, "uniform", 0.25, 0.5, True, 3),
+        kvpatch.Prefill("mine", "cake", 8, 3, "max", 1, 0.5, "uniform", 0.25, 0.5, True, None, 2, 3),
         True,
         0.25,
     )

@@ -310,6 +310,70 @@ def test_a_shared_set_is_that_of_the_mean(case, data):
         assert [positions(one[row, 0]) for one in by_layer] == [kept(mean) for mean in means]
 
 
+@given(case=cases(layers=3), data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_a_table_says_what_part_each_layer_or_head_has(case, data):
+    part = st.floats(0.1, 10)
+    by_head = data.draw(st.booleans())
+    cells = len(case.prompts) * (case.kv_heads if by_head else 1)
+    parts = data.draw(st.lists(part, min_size=cells, max_size=cells))
+    heads = case.kv_heads if by_head else 1
+    table = [parts[at : at + heads] for at in range(0, cells, heads)] if by_head else parts
+    method = small("snapkv", case.window).replace(allocation="table", table=table)
+    budgets = [data.draw(st.integers(case.window, length + 1)) for length in case.lengths]
+    found = rule.cut(method, case.prompts, budgets, len(case.prompts), case.kv_heads).keep
+    for row, layers in enumerate(case.rows):
+        length, outside = layers[0].length, layers[0].length - case.window
+        counts = [outside] * cells
+        if budgets[row] < length:
+            counts = oracle.share_out(parts, cells * (budgets[row] - case.window), outside)
+        for number, layer in enumerate(layers):
+            scored = oracle.snapkv_scores(layer, case.window)
+            for head in range(case.kv_heads):
+                count = case.window + (counts[number * heads + head] if by_head else counts[number])
+                newest = range(outside, length)
+                wanted = oracle.keep_top(dict(enumerate(scored[head].tolist())), range(length), count, newest)
+                assert positions(found[number][row, head]) == wanted
+
+
+@given(case=cases(layers=2), data=st.data(), size=st.integers(2, 6))
+@settings(max_examples=25, deadline=None)
+def test_runs_of_entries_stay_by_their_mean_score(case, data, size):
+    method = small("snapkv", case.window).replace(chunk=size)
+    budgets = [data.draw(st.integers(case.window, length)) for length in case.lengths]
+    found = rule.cut(method, case.prompts, budgets, len(case.prompts), case.kv_heads).keep
+    for row, layers in enumerate(case.rows):
+        length, outside = layers[0].length, layers[0].length - case.window
+        for number, layer in enumerate(layers):
+            scored = oracle.snapkv_scores(layer, case.window)
+            for head in range(case.kv_heads):
+                mean = {}
+                for first in range(0, outside, size):
+                    run = range(first, min(first + size, outside))
+                    mean |= dict.fromkeys(run, sum(scored[head, place].item() for place in run) / len(run))
+                wanted = oracle.keep_top(mean, range(length), budgets[row], range(outside, length))
+                kept = positions(found[number][row, head])
+                # Equal means are told apart by rounding where two runs have one, and nowhere else.
+                assert sorted(mean.get(place, 9.0) for place in kept) == pytest.approx(
+                    sorted(mean.get(place, 9.0) for place in wanted), rel=1e-12
+                )
+                assert len(kept) == len(wanted) and set(kept) >= set(range(outside, length))
+
+
+@pytest.mark.parametrize(
+    "table", [[], "ab", [1, "2"], [1, -1], [0, 0], [[1], [1, 2]], [[1], 2], [[], []], [float("nan")], [float("inf")], 3]
+)
+def test_a_table_that_is_none_is_refused(table):
+    with pytest.raises(ValueError, match="table must be a list of numbers >= 0"):
+        rule.Prefill(allocation="table", table=table)
+
+
+def test_a_table_and_the_allocation_by_it_need_each_other():
+    for fields in ({"table": [1, 2]}, {"allocation": "table"}):
+        with pytest.raises(ValueError, match="table=.* with allocation="):
+            rule.Prefill(**fields)
+
+
 def test_what_is_protected_must_fit():
     method = rule.PRESETS["snapkv"]
     assert method.protected(32) == (0, 32)
@@ -323,7 +387,7 @@ def test_what_is_protected_must_fit():
     ("field", "value"),
     [
         ("score", "snapvk"), ("window", 0), ("width", 4), ("pool", "sum"), ("allocation", "even"), ("sinks", -1),
-        ("recent", 1.5), ("floor", 2), ("critical", -0.1),
+        ("recent", 1.5), ("floor", 2), ("critical", -0.1), ("chunk", 0), ("chunk", 1.5),
     ],
 )  # fmt: skip
 def test_a_rule_names_what_is_wrong(field, value):

@@ -500,6 +500,23 @@ def test_beams_go_on_from_a_cut_prompt():
         assert handle.stats.held == 12 + 4 and handle.stats.cut == 3 * (50 - 12 + 31 - 12)
 
 
+def table(parts):
+    return kvpatch.Prefill("by table", window=4, recent=4, allocation="table", table=parts)
+
+
+@pytest.mark.parametrize("parts", [[3, 1, 2], [[3, 1], [1, 1], [0.5, 2]]], ids=["layers", "heads"])
+def test_a_table_of_budgets_holds_in_a_model(parts):
+    model, batch = llama(), left_padded(prompts((50, 31)))
+    with kvpatch.patched(model, "snapkv", prefill=table(parts), budget=12, compile=False) as handle:
+        model.generate(**batch, max_new_tokens=3, do_sample=False, eos_token_id=None)
+        held = (handle.retained() >= 0).sum(-1)  # [layers, rows, heads], two new tokens among them
+    cells = [part for one in parts for part in (one if isinstance(one, list) else [one, one])]
+    for row in range(2):
+        counts = [count - 2 - 4 for count in held[:, row].flatten().tolist()]
+        assert sum(counts) == 6 * (12 - 4)
+        assert all(abs(count - part / sum(cells) * 48) <= 1 for count, part in zip(counts, cells, strict=True))
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -508,6 +525,9 @@ def test_beams_go_on_from_a_cut_prompt():
         ({"policy": "inertia", "prefill": "adakv"}, ("'adakv'", "per_head", "'sequential'")),
         ({"policy": "h2o-decode", "prefill": "pyramidkv"}, ("'pyramidkv'", "grows=True")),
         ({"policy": "inertia", "grows": True}, ("grows=True needs prefill",)),
+        ({"policy": "snapkv", "prefill": table([1, 2])}, ("table has 2 layers", "has 3")),
+        ({"policy": "snapkv", "prefill": table([[1, 2, 3]] * 3)}, ("table has 3 KV heads", "has 2")),
+        ({"policy": "tova", "grows": True, "prefill": table([[1, 2]] * 3)}, ("per_head", "'per_layer'")),
         ({"policy": "snapkv", "budget": 31}, ("'snapkv'", "last 32", "budget of 31")),
     ],
 )

@@ -10,8 +10,10 @@ from fractions import Fraction
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from kvpatch import selection
+from kvpatch.ranking import is_real
 
 
 def best_of(scores: Tensor, held: Tensor, protected: Tensor, count: Tensor) -> Tensor:
@@ -92,6 +94,55 @@ def proportional(preference: Sequence[float], total: int, ceiling: int) -> list[
             exact[layer] = ceiling
         free, left = [layer for layer in free if layer not in over], left - ceiling * len(over)
     return whole(exact, total)
+
+
+def checked_table(given) -> tuple:
+    """A table of parts as tuples.
+
+    Raises:
+        ValueError: for what is not a list of numbers >= 0, or of lists of one length of them, with one above 0.
+    """
+    why = f"table must be a list of numbers >= 0, or of equally long lists of them, not all of them 0, got {given!r}"
+    if isinstance(given, str) or not isinstance(given, Sequence) or not given:
+        raise ValueError(why)
+    nested = [isinstance(one, Sequence) and not isinstance(one, str) for one in given]
+    if any(nested) and not (all(nested) and len({len(one) for one in given}) == 1 and len(given[0])):
+        raise ValueError(why)
+    parts = [part for one in given for part in one] if all(nested) else list(given)
+    if not all(is_real(part) and 0 <= part < math.inf for part in parts) or not any(parts):
+        raise ValueError(why)
+    return tuple(tuple(map(float, one)) if all(nested) else float(one) for one in given)
+
+
+def by_table(table: tuple, length: int, budget: int, safe: int) -> list:
+    """Entries of each layer, in the table's own form, together budget for each of its cells; see `proportional`."""
+    if not isinstance(table[0], tuple):
+        return [safe + one for one in proportional(table, len(table) * (budget - safe), length - safe)]
+    parts = [part for one in table for part in one]
+    shared = [safe + one for one in proportional(parts, len(parts) * (budget - safe), length - safe)]
+    heads = len(table[0])
+    return [shared[start : start + heads] for start in range(0, len(shared), heads)]
+
+
+def alike(count: int, table: tuple | None, layers: int) -> list:
+    """The same number in every layer, in the table's form."""
+    heads = len(table[0]) if table is not None and isinstance(table[0], tuple) else 0
+    return [[count] * heads if heads else count for _ in range(layers)]
+
+
+def chunked(scores: Tensor, counts: Tensor, size: int) -> Tensor:
+    """Each entry's score is the mean over its run of `size` places, of those that count.
+
+    Args:
+        scores: [B, G, n].   counts: bool, broadcastable to it.
+    """
+    n = scores.shape[-1]
+    runs = -(-n // size)
+    counts = counts.expand(scores.shape)
+    parts = torch.stack((torch.where(counts, scores, 0.0), counts.to(scores.dtype)))
+    sums = functional.pad(parts, (0, runs * size - n)).unflatten(-1, (runs, size)).sum(-1)
+    mean = (sums[0] / sums[1].clamp_min(1)).repeat_interleave(size, -1)[..., :n]
+    return torch.where(counts, mean, scores)
 
 
 def whole(exact: Sequence, total: int) -> list[int]:

@@ -4,7 +4,7 @@ Pure tensor code; shapes as in `kvpatch.compression.prompt`. L layers.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from kvpatch.compression.watch import Needs
 from kvpatch.ranking import check_part, check_seed, is_int, is_real, one_of, part_of
 from kvpatch.scoring import check_new
 
-ALLOCATIONS = ("uniform", "pyramid", "cake", "adaptive", "global")
+ALLOCATIONS = ("uniform", "pyramid", "cake", "adaptive", "global", "table")
 
 
 class Method(NamedTuple):
@@ -82,7 +82,10 @@ class Prefill:
         sinks, recent: first and last tokens that always stay: counts, or shares of the budget.
         allocation: how the budget is shared out: "uniform" (every layer and head has it), "pyramid" (falling from
             layer to layer), "cake" (by the layers' own entropy and variance), "adaptive" (heads of a layer compete),
-            "global" (all heads of all layers compete).
+            "global" (all heads of all layers compete), "table" (by `table`).
+        table: for each layer, or for each layer's KV heads, what part of the budget it has beside the others': numbers
+            >= 0 of any sum, or lists of them.
+        chunk: entries stay in runs of so many, by their mean score (ChunkKV, arXiv 2502.00299); 1: each by its own.
         floor: share of the budget that each head keeps where heads compete.
         critical: share of the competing entries that go by the score alone; the others go by score times the size of
             what the entry's value gives to the layer's output. None: all by the score.
@@ -107,6 +110,8 @@ class Prefill:
     floor: float = 0.0
     critical: float | None = None
     carries: bool = False
+    table: Sequence | None = None
+    chunk: int = 1
     block: int | None = None
     seed: int = 0
 
@@ -130,6 +135,12 @@ class Prefill:
             raise ValueError(f"floor must be a number in [0, 1], got {self.floor!r}")
         if self.critical is not None and not (is_real(self.critical) and 0.0 <= self.critical <= 1.0):
             raise ValueError(f"critical must be None or a number in [0, 1], got {self.critical!r}")
+        if not (is_int(self.chunk) and self.chunk >= 1):
+            raise ValueError(f"chunk must be an int >= 1, got {self.chunk!r}")
+        if (self.table is not None) != (self.allocation == "table"):
+            raise ValueError(f"table={self.table!r} with allocation={self.allocation!r}: the one needs the other")
+        if self.table is not None:
+            object.__setattr__(self, "table", allocation.checked_table(self.table))
         if self.block is not None:
             self._check_block()
 
@@ -161,6 +172,27 @@ class Prefill:
     def even(self) -> bool:
         """Whether every layer and head keeps equally many."""
         return self.allocation == "uniform"
+
+    def check_shape(self, layers: int, heads: int) -> None:
+        """Whether the table is one for a model of so many layers and KV heads.
+
+        Raises:
+            ValueError: if not.
+        """
+        if self.table is None:
+            return
+        if len(self.table) != layers:
+            raise ValueError(f"table has {len(self.table)} layers, the model has {layers}")
+        found = len(self.table[0]) if self.by_head else heads
+        if found != heads:
+            raise ValueError(f"table has {found} KV heads a layer, the model has {heads}")
+
+    @property
+    def by_head(self) -> bool:
+        """Whether heads of one layer may keep unlike numbers."""
+        if self.table is not None:
+            return isinstance(self.table[0], tuple)
+        return self.allocation in ("adaptive", "global")
 
     def protected(self, budget: int) -> tuple[int, int]:
         """(sinks, recent) as counts under a budget of that many tokens.
@@ -219,6 +251,8 @@ def cut(
     protected = held & ((places < sinks[:, None, None]) | (places >= ends - recent[:, None, None]))
     prompts = [prompt._replace(spared=recent) for prompt in prompts]
     found, norms, preferences = _scored(rule, prompts, layers, heads)
+    if rule.chunk > 1:
+        found = [allocation.chunked(one, held & ~protected, rule.chunk) for one in found]
     if earlier is not None:
         found = [one + before for one, before in zip(found, earlier, strict=True)]
     # What a layer's own window has passed goes first, unless others may still meet it.
@@ -239,7 +273,7 @@ def cut(
         counts = [mask.sum(-1) for mask in masks]
     else:
         by_layer = _counts(rule, len(found), lengths, budgets, pairs, preferences)
-        counts = [torch.tensor(one, device=device)[:, None] for one in by_layer]
+        counts = [torch.tensor(one, device=device).view(len(lengths), -1) for one in by_layer]
     masks = []
     for number, (score, count) in enumerate(zip(ranked, counts, strict=True)):
         shielded = protected
@@ -267,19 +301,21 @@ def _scored(rule: Prefill, prompts: list[Prompt], layers: int, heads: int) -> tu
     return found, norms, preferences
 
 
-def _counts(rule: Prefill, layers: int, lengths, budgets, pairs, preferences) -> list[list[int]]:
-    """Entries a head of each layer and row."""
+def _counts(rule: Prefill, layers: int, lengths, budgets, pairs, preferences) -> list[list]:
+    """Entries of each layer and row: of each of its heads, or a list over the heads."""
     columns = []
     by_row = torch.stack(preferences, 1).tolist() if preferences else [None] * len(lengths)
     for length, budget, pair, preference in zip(lengths, budgets, pairs, by_row, strict=True):
         safe = sum(pair)
         if budget >= length:
-            columns.append([length] * layers)
+            columns.append(allocation.alike(length, rule.table, layers))
         elif rule.allocation == "pyramid":
             columns.append(allocation.pyramid(layers, length, budget, safe))
         elif rule.allocation == "cake":
             shared = allocation.proportional(preference, layers * (budget - safe), length - safe)
             columns.append([safe + one for one in shared])
+        elif rule.allocation == "table":
+            columns.append(allocation.by_table(rule.table, length, budget, safe))
         else:
             columns.append([budget] * layers)
     return [list(row) for row in zip(*columns, strict=True)]
