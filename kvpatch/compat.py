@@ -88,6 +88,7 @@ _PLAIN: dict[str, Callable[[dict], Prefill]] = {
     "SnapKVPress": _snapkv,
     "PyramidKVPress": _pyramidkv,
     "ExpectedAttentionPress": _expected_attention,
+    "KVzipPress": lambda given: PRESETS["kvzip"].replace(sinks=given.pop("n_sink", 4)),
     "TOVAPress": lambda given: PRESETS["tova"],
     "KnormPress": lambda given: PRESETS["knorm"],
     "KeyDiffPress": lambda given: PRESETS["keydiff"],

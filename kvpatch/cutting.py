@@ -67,9 +67,15 @@ def _prompt(cache, layer: int, columns: Tensor, ahead: tuple[Tensor, Tensor] | N
         parts["law"] = watch.law(layer, *ahead)
     if needs.output:
         parts["output"] = watch.outputs[layer]
-    if needs.mass:
-        mass = watch.masses[layer]
-        parts["mass"] = mass.gather(-1, columns[:, None].expand(-1, mass.shape[1], -1))
+    for name, wanted, noted in (("mass", needs.mass, "masses"), ("peak", needs.repeat, "peaks")):
+        if wanted:
+            by_column = getattr(watch, noted)[layer]
+            if by_column is None:
+                raise RuntimeError(
+                    f"prefill {cache.policy.prefill.name!r} has the model repeat its prompt, which a forward of one's "
+                    "own does not: use generate, or read the prompt with Patch.read"
+                )
+            parts[name] = by_column.gather(-1, columns[:, None].expand(-1, by_column.shape[1], -1))
     return Prompt(queries, keys, values, length, 1.0 if watch is None else watch.scale, asks, **parts)
 
 

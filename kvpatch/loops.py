@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from kvpatch import bounded, turns
+from kvpatch import bounded, repeating, turns
 from kvpatch.ending import Desk, Ending, draw, why_host
 from kvpatch.prefill import read_prompt
 from kvpatch.rows import row_lengths
@@ -93,6 +93,8 @@ def _decode(handle, cache, call: "Call", model_kwargs):
         logits = read_prompt(
             model, handle.parts.base, handle.keyword, cache, input_ids, mask, positions, config.prefill_chunk_size
         )
+        if cache.needs.repeat:
+            repeating.repeat(handle.parts.base, handle.keyword, cache, input_ids, mask)
     cache.end_prefill()
     stats.prefill_seconds = time.perf_counter() - started
 

@@ -295,7 +295,7 @@ _PRESETS = {
         # The prompt is cut by a method, and all that is generated is kept.
         *(
             Policy(name, coupling="per_head", prefill=name, grows=True)
-            for name in ("snapkv", "pyramidkv", "adakv", "cake", "criticalkv", "restkv", "expected-attention")
+            for name in ("snapkv", "pyramidkv", "adakv", "cake", "criticalkv", "restkv", "expected-attention", "kvzip")
         ),
         Policy("rkv", coupling="per_head", prefill="rkv", grows=True, interval=128),
     )
@@ -323,6 +323,7 @@ PAPERS = {
     "cake": "2503.12491",
     "criticalkv": "2502.03805",
     "expected-attention": "2510.00636",
+    "kvzip": "2505.23416",
     "rkv": "2505.24133",
     "keydiff": "2504.15364",
     "knorm": "2406.11430",

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvpatch import repeating
 from kvpatch.budget import UNSET
 from kvpatch.cache import SlotCache
 from kvpatch.policy import resolve
@@ -32,6 +33,8 @@ def read(handle, input_ids: Tensor, attention_mask: Tensor | None = None, polici
         handle.check_parts()
         cache.choose_backend(handle.site)
         logits = read_prompt(handle.model, handle.parts.base, handle.keyword, cache, input_ids, mask, positions)
+        if cache.noted.repeat:
+            repeating.repeat(handle.parts.base, handle.keyword, cache, input_ids, mask)
     cache.logits = logits
     return cache
 

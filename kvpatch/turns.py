@@ -32,6 +32,11 @@ def check(cache, columns: int, mask: Tensor | None) -> None:
             is padded on the right, or the conversation is longer than a sliding window.
     """
     rule = cache.policy.prefill
+    if cache.needs.repeat:
+        raise ValueError(
+            f"prefill {rule.name!r} has the model repeat its prompt, so no later turn can follow; reset() the "
+            "SlotCache and read the conversation whole"
+        )
     if cache.compresses and not rule.even:
         raise ValueError(
             f"prefill {rule.name!r} leaves layers or heads of different lengths, so no later turn can follow; use one "

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from _shared import markdown
 
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
@@ -29,14 +30,6 @@ def records(name: str, key: tuple[str, ...]) -> list[dict]:
         for row in csv.DictReader(file):
             last[tuple(row.get(part) for part in key)] = row
     return list(last.values())
-
-
-def markdown(head: list[str], rows: list[list[str]]) -> str:
-    """A table in markdown, figures to the right."""
-    if not rows:
-        return "(not recorded yet)\n"
-    align = ["---" if index == 0 else "---:" for index in range(len(head))]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in (head, align, *rows))
 
 
 def bench() -> str:
@@ -197,7 +190,35 @@ def overlap() -> str:
     return markdown(["method", "Jaccard, mean over layers", "least layer", "what differs"], rows)
 
 
+def policies() -> str:
+    """What each policy does, as its fields say."""
+    from kvpatch.policy import OF_MODEL, PAPERS, list_policies, resolve
+
+    rows = []
+    for name in list_policies():
+        if name == OF_MODEL:
+            rows.append([f"`{name}`", "decode", "all", "every step", "yes", ""])
+            continue
+        one = resolve(name)
+        phase = "-" if not one.evicts else "decode" if one.prefill is None else "prompt"
+        if one.prefill is not None:
+            phase += (
+                ", then decode" if one.trims else "" if one.interval is None else f", and every {one.interval} steps"
+            )
+        unit = {"per_layer": "layer", "per_head": "KV head"}.get(one.coupling, "all") if one.evicts else "-"
+        cost = (
+            {1: "every step", "once": "once"}.get(one.refresh, f"every {one.refresh} steps") if one.trims else "never"
+        )
+        paper = PAPERS.get(name)
+        link = f"[{paper}](https://arxiv.org/abs/{paper})" if paper else ""
+        rows.append([f"`{name}`", phase, unit, cost, "yes" if one.bounded else "no", link])
+    head = ["policy", "evicts", "a set for each", "scores", "budget bounds the cache", "arXiv"]
+    align = ["---"] * len(head)
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (head, align, *rows))
+
+
 TABLES = {
+    "policies": policies,
     "overlap": overlap,
     "bench": bench,
     "api": api,

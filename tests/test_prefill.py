@@ -8,6 +8,7 @@ from factories import ARCHITECTURES, VOCABULARY, Forced, Watcher, left_padded, l
 from transformers import AttentionInterface
 
 import kvpatch
+from kvpatch import repeating
 from kvpatch.compression import rule
 from kvpatch.patches import output_weight
 from kvpatch.policy import resolve
@@ -198,6 +199,42 @@ def test_compiled_steps_say_the_same_are_compiled_once_and_hold_what_the_policy_
                 most = budget if policy.bounded else most if policy.prefill.by_head else budget + new - 1
             assert handle.stats.held <= most or not (policy.bounded or policy.prefill is None or policy.prefill.even)
         assert handle.stats.recompiles == 0
+
+
+def test_kvzip_keeps_what_repeating_the_prompt_looks_at(monkeypatch):
+    model, rows, chunk = llama(), prompts((50, 31)), 16
+    monkeypatch.setattr(repeating, "CHUNK", chunk)
+    batch = left_padded(rows)
+    with kvpatch.patched(model, "kvzip", budget=12, compile=False) as handle:
+        tokens, _ = decoded(model, rows)
+        held = [kept_by(handle, row, len(ids)) for row, ids in enumerate(rows)]
+        plain = handle.read(**batch, policies=["kvzip"]).fork()
+        with pytest.raises(RuntimeError, match="'kvzip' has the model repeat its prompt"):
+            cache = kvpatch.SlotCache(model.config, "kvzip", budget=12)
+            with torch.no_grad():
+                model(torch.tensor(rows[:1]), **{handle.keyword: cache})
+                cache.retained()
+        again = model.generate(**batch, max_new_tokens=5, do_sample=False, eos_token_id=None, **{handle.keyword: plain})
+        assert torch.equal(again[:, -5:], tokens)
+        with pytest.raises(ValueError, match="'kvzip' has the model repeat its prompt"):
+            model.generate(
+                torch.cat((again, again[:, :3]), -1),
+                max_new_tokens=2,
+                attention_mask=torch.cat((batch["attention_mask"], torch.ones(2, 8, dtype=torch.int64)), -1),
+                **{handle.keyword: plain},
+            )
+    columns = batch["input_ids"].shape[1]
+    for row, ids in enumerate(rows):
+        ids, pads = torch.tensor(ids), columns - len(ids)
+        pieces = []
+        for start in range(0, columns, chunk):  # of columns: a padded row's first chunk is shorter
+            part = ids[max(start - pads, 0) : max(start + chunk - pads, 0)]
+            if len(part):
+                found, _ = met(model, torch.cat((ids, part)))
+                pieces.append([one["weights"][:, len(ids) :, : len(ids)] for one in found])
+        attention = [torch.cat(of_layer, 1) for of_layer in zip(*pieces, strict=True)]
+        wanted = oracle.kvzip(attention, 12, model.config.num_key_value_heads)
+        assert held[row] == wanted
 
 
 def test_a_prompt_read_in_blocks_is_cut_as_one_read_whole():

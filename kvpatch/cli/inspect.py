@@ -65,7 +65,7 @@ def _described(one) -> dict[str, str]:
         "prompt": "whole" if not one.evicts else "first step" if method is None else _allocated(method),
         "score": f"{one.scorer}, {one.aggregation}" if steps else "-",
         "set per": {"per_layer": "layer", "per_head": "KV head"}.get(one.coupling, "all") if one.evicts else "-",
-        "every": str(one.refresh) if steps else "-" if one.interval is None else f"{one.interval} steps",
+        "every": str(one.refresh) if steps else "-" if one.interval is None else str(one.interval),
         "protected": ", ".join(f"{field} {count}" for field, count in counts if count),
         "cache": "fixed" if one.bounded else "grows",
         "arXiv": PAPERS.get(one.name, ""),

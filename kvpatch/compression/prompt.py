@@ -28,6 +28,8 @@ class Prompt(NamedTuple):
     law: what the prompt's queries look like, where the method asks for it.
     mass: [B, G, n] attention of all the prompt's queries, summed over them, mean over the group, where the method asks
         for it.
+    peak: [B, G, n] the largest attention of the queries that repeat the prompt, over them and the group, where the
+        method asks for it.
     """
 
     queries: Tensor
@@ -41,6 +43,7 @@ class Prompt(NamedTuple):
     output: Tensor | None = None
     law: "Law | None" = None
     mass: Tensor | None = None
+    peak: Tensor | None = None
 
     @property
     def window(self) -> int:

@@ -30,21 +30,24 @@ class Method(NamedTuple):
     window: bool = False
     law: bool = False
     mass: bool = False
+    repeat: bool = False
 
 
 _METHODS: dict[str, Method] = {}
 
 
-def register_method(name: str, score: Callable, *, window=False, law=False, mass=False, replace=False) -> None:
+def register_method(
+    name: str, score: Callable, *, window=False, law=False, mass=False, repeat=False, replace=False
+) -> None:
     """Make `score` usable as `Prefill(score=name)`.
 
     Args:
         name: a new name; an existing one raises ValueError unless `replace`.
         score: a function of a `Prompt` and the `Prefill` that gives [B, G, n]; pure tensor code.
-        window, law, mass: what it reads of the prompt beside keys, values and length.
+        window, law, mass, repeat: what it reads of the prompt beside keys, values and length.
     """
     check_new("method", name, score, "a Prompt and a Prefill", () if replace else _METHODS)
-    _METHODS[name] = Method(score, bool(window), bool(law), bool(mass))
+    _METHODS[name] = Method(score, bool(window), bool(law), bool(mass), bool(repeat))
 
 
 def _of_scorer(name: str) -> Callable[[Prompt, "Prefill"], Tensor]:
@@ -58,6 +61,7 @@ for _name, _score, _asks in (
     ("restkv", lambda prompt, rule: scores.restkv(prompt, rule.width), {"window": True}),
     ("rkv", lambda prompt, rule: scores.rkv(prompt), {"window": True}),
     ("expected-attention", lambda prompt, rule: scores.expected_attention(prompt), {"law": True}),
+    ("kvzip", lambda prompt, rule: prompt.peak, {"repeat": True}),
     ("last-query", lambda prompt, rule: scores.last_query(prompt), {"window": True}),
     ("accumulated", lambda prompt, rule: scores.accumulated(prompt), {"mass": True}),
     ("accumulated-vnorm", lambda prompt, rule: scores.accumulated_vnorm(prompt), {"mass": True}),
@@ -166,7 +170,7 @@ class Prefill:
         """What it asks of the prompt."""
         method = _METHODS[self.score]
         window = self.window if method.window or self.allocation == "cake" else 0
-        return Needs(window, method.law, method.mass, self.critical is not None)
+        return Needs(window, method.law, method.mass, self.critical is not None, method.repeat)
 
     @property
     def even(self) -> bool:
@@ -332,6 +336,7 @@ PRESETS = {
         Prefill("restkv", score="restkv", recent=32),
         Prefill("rkv", score="rkv", window=8, recent=8),
         Prefill("expected-attention", score="expected-attention", sinks=4),
+        Prefill("kvzip", score="kvzip", sinks=4, allocation="global"),
         Prefill("h2o", score="accumulated", recent=0.5, carries=True),
         Prefill("vatp", score="accumulated-vnorm", sinks=20, recent=0.5, carries=True),
         Prefill("tova", score="last-query"),

@@ -3,6 +3,7 @@
 Pure tensor code. Shapes: B rows, H query heads, G KV heads, D head size, q columns of a block, n columns stored so far.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -15,12 +16,13 @@ AHEAD = 512  # positions that Expected Attention looks ahead to
 
 class Needs(NamedTuple):
     """What a method asks of a prompt: how many of its last queries; whether the law of all of them, the sum of their
-    attention, the output projection."""
+    attention, the output projection; what queries that repeat the prompt look at."""
 
     window: int = 0
     law: bool = False
     mass: bool = False
     output: bool = False
+    repeat: bool = False
 
     def __or__(self, other: "Needs") -> "Needs":
         return Needs(max(self.window, other.window), *(a or b for a, b in zip(self[1:], other[1:], strict=True)))
@@ -28,7 +30,7 @@ class Needs(NamedTuple):
     @property
     def all_queries(self) -> bool:
         """Whether every query counts."""
-        return self.law or self.mass
+        return self.law or self.mass or self.repeat
 
     @property
     def anything(self) -> bool:
@@ -44,14 +46,16 @@ class Watch:
 
     Attributes:
         queries: of each layer the last ones, [B, H, w, D].   asks: [B, w] bool, which of them are tokens'.
-        masses: [B, G, n] by column.   outputs: [E, H * D].
+        masses, peaks: [B, G, n] by column; peaks of the queries that repeat the prompt.   outputs: [E, H * D].
+        repeating: columns of the prompt while it is repeated, else None.
         scale: what logits are multiplied by.
     """
 
-    _LISTS = ("queries", "asks", "outputs", "masses", "_sums", "_squares", "_counts")
+    _LISTS = ("queries", "asks", "outputs", "masses", "peaks", "_sums", "_squares", "_counts")
 
     def __init__(self, needs: Needs, layers: int):
-        self.needs, self.scale = needs, 1.0
+        self.needs, self.scale, self.repeating = needs, 1.0, None
+        self.peaks: list[Tensor | None] = [None] * layers
         self.asks: list[Tensor | None] = [None] * layers
         self.queries: list[Tensor | None] = [None] * layers
         self.outputs: list[Tensor | None] = [None] * layers
@@ -76,7 +80,8 @@ class Watch:
 
     def columns(self, block: int) -> int:
         """How many of a block's last columns are wanted."""
-        return block if self.needs.all_queries else min(block, self.needs.window)
+        every = self.repeating or self.needs.law or self.needs.mass
+        return block if every else min(block, max(self.needs.window, 1))  # a model can't project none
 
     def note(
         self,
@@ -98,12 +103,15 @@ class Watch:
             scale: what logits are multiplied by.   reach: sliding window of the layer.
         """
         self.scale = scale
+        if self.repeating:
+            self._note_peaks(layer, queries, keys, valid, reach)
+            return
         if self.needs.window:
             self._note_window(layer, queries, valid[:, valid.shape[1] - queries.shape[2] :])
         if self.needs.law:
             self._note_law(layer, raw, valid)
         if self.needs.mass:
-            self._note_mass(layer, queries, keys, valid, scale, reach)
+            self._note_mass(layer, queries, keys, valid, reach)
 
     def _note_window(self, layer: int, queries: Tensor, asks: Tensor) -> None:
         """Keep each row's last tokens, which other rows' pads may lie between."""
@@ -123,15 +131,28 @@ class Watch:
         for kept, part in zip((self._sums, self._squares, self._counts), parts, strict=True):
             kept[layer] = part if kept[layer] is None else kept[layer] + part
 
-    def _note_mass(self, layer: int, queries: Tensor, keys: Tensor, valid: Tensor, scale: float, reach) -> None:
-        batch, heads, columns, width = queries.shape
-        groups, stored = keys.shape[1:3]
-        wide = accumulation(keys)
-        packed = queries.view(batch, groups, heads // groups, columns, width).to(wide)
-        keys = keys.to(wide)
-        mass = torch.zeros(batch, groups, stored, dtype=wide, device=keys.device)
+    def _note_mass(self, layer: int, queries: Tensor, keys: Tensor, valid: Tensor, reach: int | None) -> None:
+        batch, groups, stored = keys.shape[:3]
+        mass = torch.zeros(batch, groups, stored, dtype=accumulation(keys), device=keys.device)
         if self.masses[layer] is not None:
             mass[..., : self.masses[layer].shape[-1]] = self.masses[layer]
+        for weights in self._attention(queries, keys, valid, reach):
+            mass += weights.sum(3).mean(2)
+        self.masses[layer] = mass
+
+    def _note_peaks(self, layer: int, queries: Tensor, keys: Tensor, valid: Tensor, reach: int | None) -> None:
+        for weights in self._attention(queries, keys, valid, reach):
+            found = weights[..., : self.repeating].amax((2, 3))
+            before = self.peaks[layer]
+            self.peaks[layer] = found if before is None else torch.maximum(before, found)
+
+    def _attention(self, queries: Tensor, keys: Tensor, valid: Tensor, reach: int | None) -> Iterator[Tensor]:
+        """Attention of a block's queries over all that is stored, piece by piece: [B, G, R, some, n], 0 of pads."""
+        batch, heads, columns, width = queries.shape
+        groups, stored = keys.shape[1:3]
+        wide, scale = accumulation(keys), self.scale
+        packed = queries.view(batch, groups, heads // groups, columns, width).to(wide)
+        keys = keys.to(wide)
         places = torch.arange(stored, device=keys.device)
         piece = max(1, CELLS // (batch * heads * stored))
         for start in range(0, columns, piece):
@@ -143,8 +164,7 @@ class Watch:
             logits = torch.einsum("bgrqd,bgnd->bgrqn", some, keys) * scale
             weights = logits.masked_fill(~meets[:, None, None], -torch.inf).softmax(-1)
             asks = valid[:, own][:, None, None, :, None]  # a pad's own attention counts nothing
-            mass += torch.where(asks, weights, 0.0).sum(3).mean(2)
-        self.masses[layer] = mass
+            yield torch.where(asks, weights, 0.0)
 
     def law(self, layer: int, cos: Tensor, sin: Tensor) -> Law:
         """The law of a layer's queries; cos and sin are the means [B, D] of the rotary factors ahead."""
