@@ -89,6 +89,7 @@ class SlotCache(Cache):
         self.leaving: list[int | None] = []  # how many leave at once when a row is full, None: one at a time
         self.noted_from: Tensor | None = None  # [B], position of the first query that is kept
         self.scale, self.outputs = 1.0, []  # of the prompt's watch, for cuts to come
+        self.bounds: list[Tensor] = []  # of each layer [B, H, w], of the prompt's last queries
         self.fed: Tensor | None = None  # tokens consumed [B, columns], where they are known
         self.planned = 0  # slots that this generation needs, 0 while unknown
         self.expect_prompt = False  # a block of one token is still prompt
@@ -123,7 +124,7 @@ class SlotCache(Cache):
     def _shape(self, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> slots.Shape:
         more = {"sinks": self.policy.sinks} if self.compact else {}
         if self.recuts and self.needs.window:
-            more |= {"window": self.needs.window, "heads": heads_of(self.config)[0]}
+            more |= {"window": self.needs.window, "heads": heads_of(self.config)[0], "bounds": self.needs.bounds}
         return slots.Shape.at(self.policy, len(self.layers), kv_heads, head_dim, dtype, device, **more)
 
     def _head_weights(self, layer: int) -> Tensor | None:
@@ -486,8 +487,11 @@ class SlotCache(Cache):
         heads = self._heads[layer] if self.scores else None
         current = self.current
         queries = current.queries[layer] if current.queries else None
+        bounds = current.bounds[layer] if current.bounds else None
         turned = (current.anchors[layer], current.turns) if self.compact else (None, None)
-        return slots.LayerSlots(*self.state.views[layer], self.state.ledger.index, heads, attend, queries, *turned)
+        return slots.LayerSlots(
+            *self.state.views[layer], self.state.ledger.index, heads, attend, queries, *turned, bounds
+        )
 
     def set_active(self, active: Tensor) -> None:
         """Freeze the rows where `active` [B] is False: what they hold stays as it is."""

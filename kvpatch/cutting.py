@@ -10,7 +10,7 @@ from kvpatch import moving, selection
 from kvpatch.cachelayer import heads_of
 from kvpatch.compression import rule as compression
 from kvpatch.compression import watch as watching
-from kvpatch.compression.prompt import Prompt
+from kvpatch.compression.prompt import Prompt, window_bounds
 from kvpatch.rows import at_most, held_after
 
 
@@ -32,6 +32,8 @@ def by_method(cache, valid: Tensor) -> None:
         # From what the model rotates by now: asking it for positions to come may change that.
         ahead = watching.factors_ahead(rotary.inv_freq, rotary.attention_scaling, cache.state.rows.prompt)
     prompts = [_prompt(cache, layer, columns, ahead) for layer in range(shape.layers)]
+    if cache.recuts and cache.needs.bounds:
+        cache.bounds = [window_bounds(prompt) for prompt in prompts]
     utility = cache.current.utility[0, ..., :n]
     before = torch.tensor(cache.before or [0] * len(cache.entries), device=utility.device)
     earlier = torch.where(prompts[0].places < before[None, :, None, None], utility, 0.0) if rule.carries else None
@@ -97,6 +99,10 @@ def remember(cache) -> None:
         count = queries.shape[2]
         places = (prompt[:, None] - count + torch.arange(count, device=prompt.device)) % window
         kept.scatter_(2, places[:, None, :, None].expand_as(queries), queries)
+        if cache.bounds:
+            found = cache.bounds[layer]
+            cache.current.bounds[layer].scatter_(2, places[:, None].expand_as(found), found)
+    cache.bounds = []
     cache.noted_from = prompt - cache.watch.asks[0].sum(-1)
 
 
@@ -121,7 +127,12 @@ def again(cache, full: list[bool]) -> None:
         if order is not None:
             kept = current.queries[layer]
             queries = kept.gather(2, order[:, None, :, None].expand_as(kept))
-        parts = {"output": cache.outputs[layer]} if cache.needs.output else {}
+        parts: dict = {"output": cache.outputs[layer]} if cache.needs.output else {}
+        if current.bounds:
+            bounds = current.bounds[layer]
+            parts["bounds"] = bounds.gather(2, order[:, None].expand_as(bounds))
+            parts["at"] = positions
+            parts["positions"] = current.positions[layer if shape.ranked_layers > 1 else 0][..., :n]
         prompts.append(Prompt(queries, keys, values, length, cache.scale, asks, torch.zeros_like(length), **parts))
     found = compression.cut(rule, prompts, _left(cache, full), shape.ranked_layers, shape.ranked_heads, lengths=lengths)
     keep = torch.stack(found.keep)

@@ -298,6 +298,7 @@ _PRESETS = {
             for name in ("snapkv", "pyramidkv", "adakv", "cake", "criticalkv", "restkv", "expected-attention", "kvzip")
         ),
         Policy("rkv", coupling="per_head", prefill="rkv", grows=True, interval=128),
+        Policy("scissorhands", coupling="per_head", prefill="scissorhands", grows=True, interval=0.5),
     )
 }
 
@@ -325,6 +326,7 @@ PAPERS = {
     "expected-attention": "2510.00636",
     "kvzip": "2505.23416",
     "rkv": "2505.24133",
+    "scissorhands": "2305.17118",
     "keydiff": "2504.15364",
     "knorm": "2406.11430",
 }  # arXiv

@@ -33,6 +33,7 @@ class LayerSlots(NamedTuple):
     queries: [B, H, w, D], the last ones, that of position p at p % w; None where they are not wanted.
     anchors, turns: [B, G, S, D] keys of the sinks as they came, [2, B, D] cos and sin by which they are turned now;
         None where positions are those of the text.
+    bounds: [B, H, w], as of `compression.prompt.Prompt`, in the order of queries; None where they are not wanted.
     """
 
     keys: Tensor
@@ -49,6 +50,7 @@ class LayerSlots(NamedTuple):
     queries: Tensor | None = None
     anchors: Tensor | None = None
     turns: Tensor | None = None
+    bounds: Tensor | None = None
 
 
 def layer_rule(policy: Policy, ranking: Ranking) -> str:
@@ -96,9 +98,25 @@ def noting(attend: Callable) -> Callable:
         at = (slots.newest % window)[:, None]
         new = torch.where(slots.active[:, None, None], q[:, :, 0], slots.queries[rows, every, at])
         slots.queries[rows, every, at] = new
-        return attend(slots, q, k, v, scale)
+        output = attend(slots, q, k, v, scale)
+        if slots.bounds is not None:
+            bound = torch.where(slots.active[:, None], bound_of(slots, q, scale), slots.bounds[rows, every, at])
+            slots.bounds[rows, every, at] = bound
+        return output
 
     return attend_and_note
+
+
+def bound_of(slots: LayerSlots, q: Tensor, scale: float) -> Tensor:
+    """The logit at which q [B, H, 1, D] pays one over what it meets, once its own key is written: [B, H]."""
+    batch, heads, _, width = q.shape
+    n, groups = slots.index.shape[0], slots.keys.shape[1]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    packed = q.reshape(batch, groups, heads // groups, width).to(wide)
+    logits = packed @ slots.keys[:, :, :n].to(wide).transpose(2, 3) * scale
+    held = (slots.index < slots.length[..., None])[:, :, None]
+    whole = logits.masked_fill(~held, -torch.inf).logsumexp(-1)
+    return (whole - slots.length[..., None].to(wide).log()).reshape(batch, heads)
 
 
 def write(slots: LayerSlots, k: Tensor, v: Tensor) -> None:
@@ -270,7 +288,7 @@ class Buffers:
 
     index: [C] int64, 0..C-1.   books: as `Books`.
 
-    queries, anchors: per layer, as in `LayerSlots`; none where they are not wanted.
+    queries, bounds, anchors: per layer, as in `LayerSlots`; none where they are not wanted.
     turns: as in `LayerSlots`.
 
     keys, values: per layer [B, G, C, D], None before `add_layer` and after `drop_layer`, so that a move from one
@@ -298,6 +316,11 @@ class Buffers:
             for _ in range(shape.layers if shape.sinks else 0)
         ]
         self.turns = torch.zeros(2, batch, shape.head_dim, dtype=accumulated, device=shape.device)
+        of_window = shape.layers if shape.bounds else 0
+        self.bounds = [
+            torch.zeros(batch, shape.heads, shape.window, dtype=accumulated, device=shape.device)
+            for _ in range(of_window)
+        ]
         self.queries = [torch.zeros(size, dtype=shape.dtype, device=shape.device) for _ in range(of_layers)]
 
     def add_layer(self, layer: int) -> None:
@@ -315,15 +338,15 @@ class Buffers:
 
     def by_row(self) -> Iterator[tuple[Tensor, int]]:
         """Every tensor that is there, and the dimension of its rows."""
-        yield from (
-            (tensor, 0) for tensor in (*self.keys, *self.values, *self.queries, *self.anchors) if tensor is not None
-        )
+        yield from ((tensor, 0) for tensor in (*self.keys, *self.values) if tensor is not None)
+        yield from ((tensor, 0) for tensor in (*self.queries, *self.bounds, *self.anchors))
         yield from ((self.utility, 2), (self.pending, 2), (self.positions, 1))
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated now."""
-        tensors = [*self.keys, *self.values, *self.queries, *self.anchors, self.utility, self.positions, self.pending]
+        notes = [*self.queries, *self.bounds, *self.anchors]
+        tensors = [*self.keys, *self.values, *notes, self.utility, self.positions, self.pending]
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
@@ -342,13 +365,15 @@ class Shape(NamedTuple):
     window: int = 0
     heads: int = 0
     sinks: int = 0
+    bounds: bool = False
 
     @classmethod
     def at(cls, policy: Policy, layers: int, kv_heads: int, head_dim: int, dtype, device, **more) -> "Shape":
         """The shape under a policy.
 
         Args:
-            **more: window and heads, last queries that are kept and query heads; sinks whose keys are; 0: none are.
+            **more: window and heads, last queries that are kept and query heads; sinks whose keys are; 0: none are;
+                bounds, whether those of the queries are.
         """
         own_layers = policy.coupling in ("per_layer", "per_head")
         return cls(

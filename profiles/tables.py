@@ -202,9 +202,7 @@ def policies() -> str:
         one = resolve(name)
         phase = "-" if not one.evicts else "decode" if one.prefill is None else "prompt"
         if one.prefill is not None:
-            phase += (
-                ", then decode" if one.trims else "" if one.interval is None else f", and every {one.interval} steps"
-            )
+            phase += ", then decode" if one.trims else "" if one.interval is None else ", and again when full"
         unit = {"per_layer": "layer", "per_head": "KV head"}.get(one.coupling, "all") if one.evicts else "-"
         cost = (
             {1: "every step", "once": "once"}.get(one.refresh, f"every {one.refresh} steps") if one.trims else "never"

@@ -61,7 +61,17 @@ class SnapKV(WhenFull, steps.Method):
         return steps.newest(held, WINDOW)
 
 
+class ScissorHands(WhenFull, steps.ScissorHands):
+    def start(self, layers, prompt, budget):
+        self.interval = budget // 2
+        super().start(layers, prompt, budget)
+
+
 CASES = {
+    "scissorhands": (
+        resolve("scissorhands").replace(prefill=kvpatch.Prefill(score="scissorhands", window=7, recent=WINDOW)),
+        ScissorHands(7, WINDOW),
+    ),
     "rkv": (resolve("rkv", interval=INTERVAL), RKV(INTERVAL)),
     "keydiff": (
         kvpatch.Policy(prefill="keydiff", grows=True, interval=INTERVAL, coupling="per_head"),
@@ -95,7 +105,9 @@ def test_rows_are_cut_when_they_are_full(name, compile):
         watcher = Watcher(handle.retained)
         more = {"max_new_tokens": count + 1, "logits_processor": [Forced(tokens, batch["input_ids"].shape[1])]}
         run(model, batch, streamer=watcher, eos_token_id=EOS, **more)
-        assert handle.stats.held == max(held_after(count, min(length, budget - 5), budget, 5) for length in lengths)
+        leaving = policy.leaving(budget)
+        left = budget - leaving
+        assert handle.stats.held == max(held_after(count, min(length, left), budget, leaving) for length in lengths)
         assert handle.stats.recompiles == 0
     for row, length in enumerate(lengths):
         ids = torch.tensor(rows[row] + tokens[row])

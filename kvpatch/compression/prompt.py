@@ -4,6 +4,7 @@ Pure tensor code. Shapes: B rows, H query heads, G KV heads, R = H / G, D head s
 tokens are its first slots, in order.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,9 @@ class Prompt(NamedTuple):
         for it.
     peak: [B, G, n] the largest attention of the queries that repeat the prompt, over them and the group, where the
         method asks for it.
+    at, positions: [B, w] and [B, 1 or G, n] int64, positions of the window's queries and of what is held; None: a
+        token's position is its slot, and the queries are those of the last ones.
+    bounds: [B, H, w], the logit below which a query's attention was less than one over what it met; None: as now.
     """
 
     queries: Tensor
@@ -44,6 +48,9 @@ class Prompt(NamedTuple):
     law: "Law | None" = None
     mass: Tensor | None = None
     peak: Tensor | None = None
+    at: Tensor | None = None
+    positions: Tensor | None = None
+    bounds: Tensor | None = None
 
     @property
     def window(self) -> int:
@@ -108,6 +115,35 @@ def window_attention(prompt: Prompt) -> Tensor:
     asks = prompt.asks[:, None, None, :, None]
     # A query that asks nothing may meet nothing: it is given all, so that no row is empty, and then zero.
     return torch.where(asks, logits.masked_fill(~(meets | ~asks), -torch.inf).softmax(-1), 0.0)
+
+
+def window_pieces(prompt: Prompt) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """The window's queries a few at a time: which, their logits [B, G, R, some, n], and what they meet of that."""
+    batch, heads, window, width = prompt.queries.shape
+    groups, slots = prompt.keys.shape[1:3]
+    at, positions = prompt.at, prompt.positions
+    if at is None:
+        at = prompt.length[:, None] - window + torch.arange(window, device=prompt.keys.device)
+    if positions is None:
+        positions = prompt.places[None, None]
+    piece = max(1, CELLS // (batch * heads * slots))
+    for start in range(0, window, piece):
+        some = slice(start, start + piece)
+        logits = window_logits(prompt._replace(queries=prompt.queries[:, :, some]))
+        own = at[:, None, some, None]
+        meets = (positions[:, :, None] <= own) & prompt.held()[:, :, None]
+        if prompt.reach is not None:
+            meets = meets & (positions[:, :, None] > own - prompt.reach)
+        yield some, logits, meets[:, :, None]
+
+
+def window_bounds(prompt: Prompt) -> Tensor:
+    """`Prompt.bounds` of queries that meet what is there now: [B, H, w]."""
+    found = []
+    for _, logits, meets in window_pieces(prompt):
+        whole = logits.masked_fill(~meets, -torch.inf).logsumexp(-1)
+        found.append((whole - meets.sum(-1).to(whole.dtype).log()).flatten(1, 2))
+    return torch.cat(found, -1)
 
 
 def window_mean(prompt: Prompt, rows: Tensor) -> Tensor:

@@ -31,23 +31,24 @@ class Method(NamedTuple):
     law: bool = False
     mass: bool = False
     repeat: bool = False
+    bounds: bool = False
 
 
 _METHODS: dict[str, Method] = {}
 
 
 def register_method(
-    name: str, score: Callable, *, window=False, law=False, mass=False, repeat=False, replace=False
+    name: str, score: Callable, *, window=False, law=False, mass=False, repeat=False, bounds=False, replace=False
 ) -> None:
     """Make `score` usable as `Prefill(score=name)`.
 
     Args:
         name: a new name; an existing one raises ValueError unless `replace`.
         score: a function of a `Prompt` and the `Prefill` that gives [B, G, n]; pure tensor code.
-        window, law, mass, repeat: what it reads of the prompt beside keys, values and length.
+        window, law, mass, repeat, bounds: what it reads of the prompt beside keys, values and length.
     """
     check_new("method", name, score, "a Prompt and a Prefill", () if replace else _METHODS)
-    _METHODS[name] = Method(score, bool(window), bool(law), bool(mass), bool(repeat))
+    _METHODS[name] = Method(score, bool(window), bool(law), bool(mass), bool(repeat), bool(bounds))
 
 
 def _of_scorer(name: str) -> Callable[[Prompt, "Prefill"], Tensor]:
@@ -61,6 +62,7 @@ for _name, _score, _asks in (
     ("restkv", lambda prompt, rule: scores.restkv(prompt, rule.width), {"window": True}),
     ("rkv", lambda prompt, rule: scores.rkv(prompt), {"window": True}),
     ("expected-attention", lambda prompt, rule: scores.expected_attention(prompt), {"law": True}),
+    ("scissorhands", lambda prompt, rule: scores.scissorhands(prompt), {"window": True, "bounds": True}),
     ("kvzip", lambda prompt, rule: prompt.peak, {"repeat": True}),
     ("last-query", lambda prompt, rule: scores.last_query(prompt), {"window": True}),
     ("accumulated", lambda prompt, rule: scores.accumulated(prompt), {"mass": True}),
@@ -170,7 +172,7 @@ class Prefill:
         """What it asks of the prompt."""
         method = _METHODS[self.score]
         window = self.window if method.window or self.allocation == "cake" else 0
-        return Needs(window, method.law, method.mass, self.critical is not None, method.repeat)
+        return Needs(window, method.law, method.mass, self.critical is not None, method.repeat, method.bounds)
 
     @property
     def even(self) -> bool:
@@ -335,6 +337,7 @@ PRESETS = {
         Prefill("criticalkv", recent=32, critical=0.5),
         Prefill("restkv", score="restkv", recent=32),
         Prefill("rkv", score="rkv", window=8, recent=8),
+        Prefill("scissorhands", score="scissorhands", window=400, recent=10),
         Prefill("expected-attention", score="expected-attention", sinks=4),
         Prefill("kvzip", score="kvzip", sinks=4, allocation="global"),
         Prefill("h2o", score="accumulated", recent=0.5, carries=True),

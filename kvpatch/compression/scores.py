@@ -15,8 +15,10 @@ from kvpatch.compression.prompt import (
     group_mean,
     pooled,
     window_attention,
+    window_bounds,
     window_logits,
     window_mean,
+    window_pieces,
     window_variance,
 )
 from kvpatch.patches import half_turned
@@ -157,6 +159,19 @@ def redundancy(prompt: Prompt, alike: float = 0.5) -> Tensor:
         total += torch.where(places == newest, 0.0, cosine).sum(2)
     mean = total / prompt.length[:, None, None].to(wide)
     return mean.masked_fill(~held, -torch.inf).softmax(-1)
+
+
+def scissorhands(prompt: Prompt) -> Tensor:
+    """Minus how often an entry got less than an even share from the window's queries that met it, summed over the group
+    (ScissorHands, arXiv 2305.17118)."""
+    bounds = window_bounds(prompt) if prompt.bounds is None else prompt.bounds
+    batch, groups, slots = prompt.keys.shape[:3]
+    low = torch.zeros(batch, groups, slots, dtype=accumulation(prompt.keys), device=prompt.keys.device)
+    for some, logits, meets in window_pieces(prompt):
+        bound = bounds[:, :, some].view(*logits.shape[:-1], 1)
+        asks = prompt.asks[:, None, None, some, None]
+        low += ((logits < bound) & meets & asks).sum((2, 3))
+    return -low
 
 
 def last_query(prompt: Prompt) -> Tensor:

@@ -16,13 +16,15 @@ AHEAD = 512  # positions that Expected Attention looks ahead to
 
 class Needs(NamedTuple):
     """What a method asks of a prompt: how many of its last queries; whether the law of all of them, the sum of their
-    attention, the output projection; what queries that repeat the prompt look at."""
+    attention, the output projection; what queries that repeat the prompt look at; what the last ones' logits lie
+    above, when they have met all that is there."""
 
     window: int = 0
     law: bool = False
     mass: bool = False
     output: bool = False
     repeat: bool = False
+    bounds: bool = False
 
     def __or__(self, other: "Needs") -> "Needs":
         return Needs(max(self.window, other.window), *(a or b for a, b in zip(self[1:], other[1:], strict=True)))
