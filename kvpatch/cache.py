@@ -89,6 +89,9 @@ class SlotCache(Cache):
         self.leaving: list[int | None] = []  # how many leave at once when a row is full, None: one at a time
         self.noted_from: Tensor | None = None  # [B], position of the first query that is kept
         self.scale, self.outputs = 1.0, []  # of the prompt's watch, for cuts to come
+        self.by_layer: list[int] | None = (
+            None  # tokens that the fullest head of each layer held then, where they differ
+        )
         self.bounds: list[Tensor] = []  # of each layer [B, H, w], of the prompt's last queries
         self.fed: Tensor | None = None  # tokens consumed [B, columns], where they are known
         self.planned = 0  # slots that this generation needs, 0 while unknown
@@ -234,7 +237,7 @@ class SlotCache(Cache):
             self.choose_backend(site_of(self.config, k.device, k.dtype, k.shape[3]))
             self.shape = self._shape(k.shape[1], k.shape[3], k.dtype, k.device)
             self.current = self._buffers(k.shape[0], max(end, self.columns_expected()) + 1)
-        elif self.current.capacity <= end:
+        elif min(self.current.capacities) <= end:
             self._grow(end + 1)
         self.current.add_layer(layer)
         self.note_bytes()
@@ -319,7 +322,7 @@ class SlotCache(Cache):
         kept = self.kept
         if kept is not None and (kept.batch != batch or kept.shape != self.shape):
             self.drop_kept()
-        elif kept is not None and kept.capacity >= whole:
+        elif kept is not None and min(kept.capacities) >= whole:
             return kept
         if self.planned >= needed:  # nothing large will be cut: prefill straight into the slots
             self.drop_kept()
@@ -377,8 +380,13 @@ class SlotCache(Cache):
             if empty:
                 self.phase, self.current, self.state = "empty", None, None
 
-    def allocate(self, batch: int, needed: int) -> slots.Buffers:
-        return slots.Buffers(self.shape, batch, slots.round_up(needed))
+    def allocate(self, batch: int, needed: int, by_layer: list[int] | None = None) -> slots.Buffers:
+        """Buffers with room for so many slots, or for so many of each layer."""
+        if by_layer is None:
+            return slots.Buffers(self.shape, batch, slots.round_up(needed))
+        rounded = [slots.round_up(one) for one in by_layer]
+        # One more for the bookkeeping: of two sizes that happen to be equal the compiler makes one.
+        return slots.Buffers(self.shape, batch, max(rounded) + 1, rounded)
 
     def note_bytes(self, *more: slots.Buffers) -> None:
         self.stats.note_bytes(self._live_bytes(*more))
@@ -432,7 +440,8 @@ class SlotCache(Cache):
         """Open a decode step: which kind it is, how many slots it reads, and the new token's slot."""
         self.step += 1
         self.scores = self.scores_at(self.step)
-        self.state.read(self.make_room(self.step))
+        n = self.make_room(self.step)
+        self.state.read(n, None if self.by_layer is None else [count + self.step for count in self.by_layer])
         self.admit()
 
     def admit(self) -> None:
@@ -444,7 +453,7 @@ class SlotCache(Cache):
 
     def read_all(self) -> None:
         """Steps read up to the capacity: kernels stop at each row's length, and one captured run serves all lengths."""
-        self.state.read(self.current.capacity)
+        self.state.read(self.current.capacity, None if self.by_layer is None else self.current.capacities)
 
     def scores_at(self, step: int) -> bool:
         """Whether decode step `step` scores."""
@@ -453,7 +462,8 @@ class SlotCache(Cache):
     def make_room(self, step: int) -> int:
         """Have the slots that decode step `step` reads of the longest row; how many."""
         n = max(slots_read(length, limit, step, leaving) for length, limit, leaving in self.rows)
-        if n > self.current.capacity:
+        needed = [n] if self.by_layer is None else [count + step for count in self.by_layer]
+        if any(one > held for one, held in zip(needed, self.current.capacities, strict=False)):
             self._grow(n)
         return n
 
@@ -490,7 +500,7 @@ class SlotCache(Cache):
         bounds = current.bounds[layer] if current.bounds else None
         turned = (current.anchors[layer], current.turns) if self.compact else (None, None)
         return slots.LayerSlots(
-            *self.state.views[layer], self.state.ledger.index, heads, attend, queries, *turned, bounds
+            *self.state.views[layer], self.state.indexes[layer], heads, attend, queries, *turned, bounds
         )
 
     def set_active(self, active: Tensor) -> None:
@@ -531,7 +541,8 @@ class SlotCache(Cache):
         old = self.current
         limits = [limit for limit in self.limits if limit is not None]
         most = max(limits) + 1 if limits and len(limits) == len(self.limits) else 2 * old.capacity
-        new = self.allocate(old.batch, max(needed, min(2 * old.capacity, most)))
+        more = None if self.by_layer is None else [2 * one for one in old.capacities]
+        new = self.allocate(old.batch, max(needed, old.capacity, min(2 * old.capacity, most)), more)
         moving.move(old, new, lambda: self.note_bytes(new))
         if self.phase == "decode":
             self.kept = new  # while a prompt is read, larger buffers are cut from, and the kept ones cut into
@@ -582,6 +593,15 @@ class SlotCache(Cache):
         for name in ("seen", "before", "prompt", "entries", "budgets", "limits", "leaving"):
             values = getattr(self, name)
             setattr(self, name, [values[row] for row in order] if values else values)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the keys and values that are held between steps; `nbytes` less these are free slots and notes."""
+        if self.phase != "decode":
+            raise RuntimeError("nothing is held: no prompt has been read to its end since the cache was made or reset")
+        held = self.state.held(self.current.capacity).sum(-1)
+        cells = held.expand(len(self.layers), -1, self.shape.kv_heads).sum().item()
+        return 2 * cells * self.shape.head_dim * self.shape.dtype.itemsize
 
     @property
     def nbytes(self) -> int:

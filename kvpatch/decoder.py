@@ -145,7 +145,8 @@ class Decoder:
         """A step repeated from the tape, or looked up under all of torch.compile's guards and written down."""
         kind, owner = (cache.scores, logits), cache.step_views
         if self._tape.holds(kind, owner):
-            return self._tape.play(kind, *self._enter(cache, tokens), cache.state.ledger.index)
+            indexes = [*cache.state.indexes, cache.state.ledger.index]
+            return self._tape.play(kind, *self._enter(cache, tokens), indexes)
         cache.before_move = self._tape.clear
         return self._tape.record(kind, owner, lambda call: self._run(cache, tokens, logits, call))
 
@@ -163,7 +164,8 @@ class Decoder:
         for number, layer in enumerate(parts.layers):
             of_layer = cache.layer_slots(number)
             slots.mark_dynamic(hidden, None, rows_dim)
-            hidden = call(self._layer, (hidden, cos, sin, index), layer, hidden, cos, sin, of_layer)
+            changing = (hidden, cos, sin, of_layer.index)
+            hidden = call(self._layer, changing, layer, hidden, cos, sin, of_layer)
         slots.mark_dynamic(hidden, None, rows_dim)
         finish = self._finish[cache.scores]
         return call(self._ends[logits], (hidden, cos, sin, index), parts.norm, parts.head, hidden, ledger, finish)

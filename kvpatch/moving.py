@@ -61,10 +61,10 @@ def cut(source: Buffers, target: Buffers, order: Tensor, note: Callable[[], None
     shape, size = source.shape, order.shape[-1]
     every_head = order.expand(-1, -1, shape.kv_heads, -1)
     for layer in range(shape.layers):
-        chosen = every_head[layer if shape.ranked_layers > 1 else 0]
+        chosen = every_head[layer if shape.ranked_layers > 1 else 0][..., : target.capacities[layer]]
         target.add_layer(layer)
         for old, new in ((source.keys, target.keys), (source.values, target.values)):
-            new[layer][:, :, :size] = gathered(old[layer], chosen)
+            new[layer][:, :, : chosen.shape[-1]] = gathered(old[layer], chosen)
         note()
         if target is not source:
             _take_notes(source, target, layer)
@@ -83,8 +83,9 @@ def move(source: Buffers, target: Buffers, note: Callable[[], None]) -> None:
         if source.keys[layer] is None:
             continue
         target.add_layer(layer)
-        target.keys[layer][:, :, : source.capacity] = source.keys[layer]
-        target.values[layer][:, :, : source.capacity] = source.values[layer]
+        held = source.capacities[layer]
+        target.keys[layer][:, :, :held] = source.keys[layer]
+        target.values[layer][:, :, :held] = source.values[layer]
         note()
         _take_notes(source, target, layer)
         source.drop_layer(layer)

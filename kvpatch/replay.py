@@ -90,11 +90,10 @@ class Tape:
         self._recording.append(Call(code, list(given), places))
         return result
 
-    def play(self, kind: Hashable, hidden: Tensor, cos: Tensor, sin: Tensor, index: Tensor) -> Tensor:
-        """Repeat the step: each call gets the result of the one before it. Returns the last one's."""
-        n = index.shape[0]
-        for code, arguments, changing in self._steps[kind][1]:
-            given = (hidden, cos, sin, index, n)
+    def play(self, kind: Hashable, hidden: Tensor, cos: Tensor, sin: Tensor, indexes: Sequence[Tensor]) -> Tensor:
+        """Repeat the step: each call gets the result of the one before, and its own index. Returns the last one's."""
+        for (code, arguments, changing), index in zip(self._steps[kind][1], indexes, strict=True):
+            given = (hidden, cos, sin, index, index.shape[0])
             for at, which in changing.items():
                 arguments[at] = given[which]
             hidden = code(*arguments)[0]

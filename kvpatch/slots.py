@@ -284,7 +284,10 @@ class Books(NamedTuple):
 
 
 class Buffers:
-    """Keys, values and per-slot bookkeeping of one capacity.
+    """Keys, values and per-slot bookkeeping of one capacity, or keys and values of one for each layer.
+
+    Args:
+        by_layer: capacities below the bookkeeping's; None: that one.
 
     index: [C] int64, 0..C-1.   books: as `Books`.
 
@@ -296,8 +299,9 @@ class Buffers:
     utility, pending, positions: as in `Ledger`.
     """
 
-    def __init__(self, shape: "Shape", batch: int, capacity: int):
+    def __init__(self, shape: "Shape", batch: int, capacity: int, by_layer: list[int] | None = None):
         self.shape, self.batch, self.capacity = shape, batch, capacity
+        self.capacities = [capacity] * shape.layers if by_layer is None else by_layer
         self.keys: list[Tensor | None] = [None] * shape.layers
         self.values: list[Tensor | None] = [None] * shape.layers
         accumulated = torch.promote_types(shape.dtype, torch.float32)
@@ -327,7 +331,7 @@ class Buffers:
         """Allocate one layer, unless it is there."""
         if self.keys[layer] is None:
             shape = self.shape
-            size = (self.batch, shape.kv_heads, self.capacity, shape.head_dim)
+            size = (self.batch, shape.kv_heads, self.capacities[layer], shape.head_dim)
             # Zeros, not empty: a slot that no row has written is multiplied by a weight of 0 and must be finite.
             self.keys[layer] = torch.zeros(size, dtype=shape.dtype, device=shape.device)
             self.values[layer] = torch.zeros(size, dtype=shape.dtype, device=shape.device)

@@ -21,6 +21,7 @@ class State:
     Attributes:
         free, length: [Lc, B, Gc] int64.   newest: [B] int64.   active: [B] bool.   ledger: `slots.Ledger`.
         views: per layer the tensors of `slots.LayerSlots` before the index; another list whenever a buffer changes.
+        indexes: per layer the slots that the current step reads.
     """
 
     def __init__(self, buffers: slots.Buffers, rows: Rows, entries: Tensor, window: int | None):
@@ -73,6 +74,7 @@ class State:
             self._index[:0],
             self.window,
         )
+        self.indexes = [self.ledger.index] * shape.layers
         for tensor, rows_at in zip(self.ledger[:5], (2, 2, 1, 1, 1), strict=True):
             slots.mark_dynamic(tensor, None, rows_at if several else None)
         for tensor in self.ledger[:3]:
@@ -82,12 +84,19 @@ class State:
         """Hold no view of the buffers, so that a layer's memory is free as soon as it has moved."""
         self.views = []
 
-    def read(self, n: int) -> None:
-        """The next step reads the first n slots."""
+    def read(self, n: int, by_layer: list[int] | None = None) -> None:
+        """The next step reads the first n slots, or so many of each layer, of which n is the largest number."""
         if n != self.ledger.index.shape[0]:
-            index = self._index[:n]
-            slots.mark_dynamic(index, 0, None)
-            self.ledger = self.ledger._replace(index=index)
+            self.ledger = self.ledger._replace(index=self._first(n))
+        if by_layer is not None:
+            self.indexes = [self._first(one) for one in by_layer]
+        elif self.indexes[0] is not self.ledger.index:
+            self.indexes = [self.ledger.index] * len(self.indexes)
+
+    def _first(self, n: int) -> Tensor:
+        index = self._index[:n]
+        slots.mark_dynamic(index, 0, None)
+        return index
 
     def held(self, n: int) -> Tensor:
         """Which of the first n slots hold a token between steps: [Lc, B, Gc, n] bool."""
