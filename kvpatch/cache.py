@@ -56,10 +56,10 @@ class SlotCache(Cache):
         self._scored = [tuple(n for n, some in enumerate(layers) if index in some) for index in range(len(self.layers))]
         self.windows = windows_of(text)
         self.window = self.windows[0] if len(set(self.windows)) == 1 else None  # that of every layer
-        self.policy.check_model(self.windows, heads_of(text)[1])
+        self.policy.check_model(self.windows, heads_of(text)[1], self.budget.evicts)
         # Whether positions are those in the cache; without eviction they are the text's too.
         fixed = not compact.why_not(self.windows, getattr(text, "rope_parameters", None))
-        self.compact = self.policy.compact and self.budget.evicts and fixed
+        self.compact = self.policy.compact and self.policy.sinks > 0 and self.budget.evicts and fixed
         self._scorers = tuple(scoring.scorer(ranking.scorer) for ranking in rankings)
         self.config = text
         self.attends: dict[tuple, Callable] = {}  # (rankings that a layer scores for, its window) -> its attention

@@ -25,7 +25,10 @@ def why_not(windows, rope: dict | None) -> str:
     """
     if any(windows):
         return "layers have a sliding window, which counts positions of the text"
-    kind = (rope or {}).get("rope_type", "default")
+    rope = rope or {}
+    if rope.get("llama_4_scaling_beta"):
+        return "its queries are scaled by their positions in the text"
+    kind = rope.get("rope_type", "default")
     return f"its rotary frequencies ({kind}) follow the length" if kind in ("dynamic", "longrope") else ""
 
 
@@ -76,7 +79,11 @@ def compacting(attend: Callable) -> Callable:
         # A row so short that its new token is one of the sinks.
         new = slots.free[..., None] == torch.arange(count, device=k.device)
         slots.anchors.copy_(torch.where(new[..., None], k, slots.anchors))
-        slots.keys[:, :, :count] = turned(slots.anchors, slots.turns)
+        # index_put, as in `slots.write`: of a slice that is assigned inductor makes two copies of the whole buffer.
+        batch, heads = slots.keys.shape[:2]
+        rows, every = torch.arange(batch, device=k.device), torch.arange(heads, device=k.device)
+        first = torch.arange(count, device=k.device)
+        slots.keys[rows[:, None, None], every[None, :, None], first] = turned(slots.anchors, slots.turns)
         return attend(slots, q, k, v, scale)
 
     return attend_compactly

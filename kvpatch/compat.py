@@ -159,6 +159,11 @@ def _decoding(given: dict) -> dict:
     if given:
         raise TypeError(f"DecodingPress has no argument {', '.join(map(repr, given))}")
     if base in _AGAIN:
+        if interval > target:
+            raise ValueError(
+                f"compression_interval={interval!r} with target_size={target!r}: at most as many tokens may leave at "
+                "once as stay; use compression_interval <= target_size"
+            )
         rule, _ = _rule(base, own)
         policy = Policy(rule.name, prefill=rule, grows=True, interval=interval, coupling="per_head")
         return {"policy": policy, "budget": Budget(target + interval)}

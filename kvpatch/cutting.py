@@ -98,7 +98,8 @@ def remember(cache) -> None:
     if not cache.current.queries:
         return
     for layer, kept in enumerate(cache.current.queries):
-        queries, window = cache.watch.queries[layer], kept.shape[2]
+        window = kept.shape[2]
+        queries = cache.watch.queries[layer][:, :, -window:]
         count = queries.shape[2]
         places = (prompt[:, None] - count + torch.arange(count, device=prompt.device)) % window
         kept.scatter_(2, places[:, None, :, None].expand_as(queries), queries)
@@ -106,13 +107,13 @@ def remember(cache) -> None:
             found = cache.bounds[layer]
             cache.current.bounds[layer].scatter_(2, places[:, None].expand_as(found), found)
     cache.bounds = []
-    cache.noted_from = prompt - cache.watch.asks[0].sum(-1)
+    cache.noted_from = prompt - cache.watch.asks[0][:, -cache.current.queries[0].shape[2] :].sum(-1)
 
 
 def again(cache, full: list[bool]) -> None:
     """Let the method cut the rows that are full, all alike in every layer and head. Mutates the cache.
 
-    Rows that are done stay as they are. Only the host's own counts are asked: the device is not waited for.
+    Rows that were done before this step stay as they are. The host asks its own counts, not the device.
     """
     state, shape, current, rule = cache.state, cache.shape, cache.current, cache.policy.prefill
     lengths = [held_after(cache.step, *row) + (row[2] if cut else 0) for row, cut in zip(cache.rows, full, strict=True)]
@@ -131,17 +132,20 @@ def again(cache, full: list[bool]) -> None:
             kept = current.queries[layer]
             queries = kept.gather(2, order[:, None, :, None].expand_as(kept))
         parts: dict = {"output": cache.outputs[layer]} if cache.needs.output else {}
+        if current.queries:
+            parts["at"] = positions
+            parts["positions"] = current.positions[layer if shape.ranked_layers > 1 else 0][..., :n]
         if current.bounds:
             bounds = current.bounds[layer]
             parts["bounds"] = bounds.gather(2, order[:, None].expand_as(bounds))
-            parts["at"] = positions
-            parts["positions"] = current.positions[layer if shape.ranked_layers > 1 else 0][..., :n]
         prompts.append(Prompt(queries, keys, values, length, cache.scale, asks, torch.zeros_like(length), **parts))
     found = compression.cut(rule, prompts, _left(cache, full), shape.ranked_layers, shape.ranked_heads, lengths=lengths)
     keep = torch.stack(found.keep)
-    keep = torch.where(state.active[None, :, None, None], keep, places < state.length[..., None])
+    # A row that this step has ended was fed all the same; one that ended before may hold more than n, or less.
+    fed = (state.newest - state.rows.prompt + 1 == cache.step)[None, :, None]
+    keep = torch.where(fed[..., None], keep, places < state.length[..., None])
     moving.cut(current, current, selection.kept_order(keep, n), cache.note_bytes)
-    state.shorten(keep.sum(-1))
+    state.shorten(torch.where(fed, keep.sum(-1), state.length))
 
 
 def in_focus(cache) -> Tensor | None:

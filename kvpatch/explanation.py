@@ -70,7 +70,9 @@ class Explanation:
             bytes_per_token=per_token,
             bytes_per_row=None if tokens is None else round_up(tokens + 1) * per_token,
             bytes_per_row_of="any prompt" if fixed else "a prompt of 1,000 tokens",
-            growth="" if policy.bounded else ", and all that is generated: the budget does not bound it",
+            growth=""
+            if policy.bounded or not policy.evicts
+            else ", and all that is generated: the budget does not bound it",
         )
 
     def to_dict(self) -> dict:
@@ -102,6 +104,8 @@ def _cut(policy) -> str:
     """What becomes of the prompt, in words."""
     if policy.prefill is None:
         return "then one full-length first step"
+    if policy.prefill.needs.repeat:
+        return f"then the model repeats it, for {policy.prefill.name!r} to cut it before anything is decoded"
     again = "" if policy.interval is None else ", and again whenever the budget is full"
     return f"then it is cut by {policy.prefill.name!r}, before anything is decoded{again}"
 

@@ -91,6 +91,10 @@ def _run(handle, original: Callable, call: dict, config, cache: SlotCache):
             raise ValueError(
                 f"prefill_chunk_size={config.prefill_chunk_size!r} can't be used together with {why}: leave it out"
             )
+        if cache.needs.repeat:
+            raise ValueError(
+                f"policy {cache.policy.name!r} has the model repeat its prompt, which can't be used together with {why}"
+            )
         # Beams need our steps only; whoever asks for every layer's output gets transformers' own layers.
         cache.stepper = handle.decoder_for(cache) if config.num_beams > 1 and not config.output_hidden_states else None
         try:

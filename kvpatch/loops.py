@@ -90,6 +90,8 @@ def _decode(handle, cache, call: "Call", model_kwargs):
         new, chunk = config.max_length - columns - 1, config.prefill_chunk_size
         logits = bounded.read(model, handle.parts.base, handle.keyword, cache, input_ids, mask, new, chunk)
     elif logits is None:
+        if cache.needs.repeat:
+            repeating.check(model.config)
         logits = read_prompt(
             model, handle.parts.base, handle.keyword, cache, input_ids, mask, positions, config.prefill_chunk_size
         )

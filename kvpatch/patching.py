@@ -65,7 +65,7 @@ def patch(
     policy.check_backend(backend)
     _check_state(model)
     text = model.config.get_text_config(decoder=True)
-    policy.check_model(windows_of(text), heads_of(text)[1])
+    policy.check_model(windows_of(text), heads_of(text)[1], budget.evicts)
     for ranking in policy.rankings:
         for layer in ranking.scoring_layers(model.config.num_hidden_layers):
             ranking.head_weights(layer, model.config.num_attention_heads)

@@ -35,8 +35,8 @@ class Policy:
         new_token: utility that a new token starts with: "mean" of the held entries' or "zero".
         blend: a second ranking with the same coupling and refresh, which keeps a share of the budget.
         compact: keys and queries are turned to where they stand in the cache, not in the text; only for
-            scorer="recency" with a number of sinks and nothing else that is protected. A model with sliding windows, or
-            whose rotary frequencies follow the length, keeps the text's positions.
+            scorer="recency", aggregation="single" and a number of sinks, with nothing else that is protected. A model
+            with sliding windows, or whose rotary frequencies or queries' scale follow the position, keeps the text's.
         seed: for the "random" scorer.
         prefill: how the prompt is cut before anything is decoded, a name of `list_prefill()` or a `kvpatch.Prefill`;
             None: the first decode step scores it whole, then it is cut.
@@ -98,16 +98,20 @@ class Policy:
     def _check_compact(self) -> None:
         if not self.compact:
             return
-        if self.scorer != "recency" or not is_int(self.sinks):
-            raise ValueError(
-                f"compact=True with scorer={self.scorer!r} and sinks={self.sinks!r}: what is held behind the sinks has "
-                "no gaps only with scorer='recency' and a count of sinks"
-            )
+        for field, wanted in (("scorer", "recency"), ("aggregation", "single")):
+            if getattr(self, field) != wanted:
+                raise ValueError(
+                    f"compact=True with {field}={getattr(self, field)!r}, which may leave gaps behind the sinks: use "
+                    f"{field}={wanted!r}, or compact=False"
+                )
+        if not is_int(self.sinks):
+            raise ValueError(f"compact=True with sinks={self.sinks!r}: use a count of sinks, or compact=False")
         for field in ("recent", "reserve", "rescue", "blend", "prefill"):
             if getattr(self, field):
+                shown = self.prefill.name if field == "prefill" else getattr(self, field)
                 raise ValueError(
-                    f"compact=True with {field}={getattr(self, field)!r}, which may leave gaps behind the sinks: leave "
-                    f"{field} out"
+                    f"compact=True with {field}={shown!r}, which may leave gaps behind the sinks: leave {field} out, "
+                    "or use compact=False"
                 )
 
     def _check_prefill(self) -> None:
@@ -170,16 +174,24 @@ class Policy:
                 "use backend='auto'"
             )
 
-    def check_model(self, windows: Sequence[int | None], heads: int) -> None:
+    def check_model(self, windows: Sequence[int | None], heads: int, evicts: bool = True) -> None:
         """Whether this policy can run on a model of so many KV heads, whose layers have these sliding windows or None.
 
+        Args:
+            evicts: whether the budget does.
+
         Raises:
-            ValueError: if a table of budgets has another shape, or its method cuts again, by places, which no longer
-                are positions where there is a window.
+            ValueError: if a table of budgets has another shape; where there is a window, if its method cuts again, by
+                places, which no longer are positions, or has the model repeat a prompt that it no longer meets.
         """
         if self.prefill is not None:
             self.prefill.check_shape(len(windows), heads)
-        if self.interval is not None and any(windows):
+        if self.prefill is not None and self.prefill.needs.repeat and any(windows) and evicts:
+            raise ValueError(
+                f"prefill={self.prefill.name!r} on a model with a sliding window of {min(filter(None, windows))} tokens: "
+                "there the model does not look back at the prompt that it repeats; use another method"
+            )
+        if self.interval is not None and any(windows) and evicts:
             raise ValueError(
                 f"interval={self.interval!r} on a model with a sliding window of {min(filter(None, windows))} tokens: "
                 "a method can't cut again there; use a policy without interval"
@@ -241,6 +253,8 @@ class Policy:
         """
         self.protected(budget)
         if self.prefill is not None and (length is None or budget < length or self.interval is not None):
+            if self.interval is not None and budget < 2:
+                raise ValueError(f"budget must be at least 2 tokens with interval={self.interval!r}, got {budget}")
             self.prefill.protected(budget - (self.leaving(budget) or 0))
 
     def leaving(self, budget: int) -> int | None:

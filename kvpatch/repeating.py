@@ -6,9 +6,20 @@ What is fed for it is stored behind the prompt for as long as a forward takes, a
 import torch
 from torch import Tensor
 
-from kvpatch import turns
-
 CHUNK = 2048  # columns that are repeated at once
+
+
+def check(config) -> None:
+    """Whether a model can repeat its prompt; before it is read.
+
+    Raises:
+        ValueError: for an attention implementation that takes no mask.
+    """
+    if config._attn_implementation not in ("sdpa", "eager"):
+        raise ValueError(
+            f"attn_implementation={config._attn_implementation!r}: a prompt that the model repeats needs a mask; load "
+            'the model with attn_implementation="sdpa"'
+        )
 
 
 def repeat(base, keyword: str, cache, input_ids: Tensor, mask: Tensor | None) -> None:
@@ -19,12 +30,12 @@ def repeat(base, keyword: str, cache, input_ids: Tensor, mask: Tensor | None) ->
         cache: holds the prompt and has not decoded. Its watch is mutated, and the slots behind the prompt.
         input_ids: [B, L] int64.   mask: [B, L] or None.
     """
-    turns.refuse_fused(base.config)
     device, columns = cache.shape.device, input_ids.shape[1]
     input_ids = input_ids.to(device)
     valid = torch.ones_like(input_ids) if mask is None else mask.to(device)
     lengths = valid.sum(-1, keepdim=True)
     kept = {name: getattr(cache, name) for name in ("columns", "stored", "mask", "fed", "logits")}
+    cache.watch.peaks = [None] * len(cache.watch.peaks)  # of a reading that goes on, all is repeated
     cache.watch.repeating = columns
     try:
         for start in range(0, columns, CHUNK):

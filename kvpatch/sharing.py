@@ -31,6 +31,8 @@ def read(handle, input_ids: Tensor, attention_mask: Tensor | None = None, polici
     cache.watch_for(rules)
     with handle.in_use(), torch.inference_mode(False), torch.no_grad():
         handle.check_parts()
+        if cache.noted.repeat:
+            repeating.check(handle.model.config)
         cache.choose_backend(handle.site)
         logits = read_prompt(handle.model, handle.parts.base, handle.keyword, cache, input_ids, mask, positions)
         if cache.noted.repeat:
@@ -52,7 +54,8 @@ def fork(source: SlotCache, policy, budget, fields: dict) -> SlotCache:
             f"policy {cache.policy.name!r} reads its prompt in blocks of {cache.policy.prefill.block} and cuts it in "
             "between, so it can't go on from one that was read whole: generate without a fork"
         )
-    if (source.noted | cache.needs) != source.noted:
+    # Bounds follow from the window's queries when the prompt is cut.
+    if (source.noted | cache.needs)._replace(bounds=False) != source.noted._replace(bounds=False):
         raise RuntimeError(
             f"policy {cache.policy.name!r} cuts the prompt by {cache.policy.prefill.name!r}, for which the prompt's "
             "queries were not noted: give the policy to Patch.read(..., policies=[...])"

@@ -300,6 +300,7 @@ class Buffers:
     """
 
     def __init__(self, shape: "Shape", batch: int, capacity: int, by_layer: list[int] | None = None):
+        capacity = max(capacity, shape.sinks)  # sinks have a slot each, also of a shorter prompt
         self.shape, self.batch, self.capacity = shape, batch, capacity
         self.capacities = [capacity] * shape.layers if by_layer is None else by_layer
         self.keys: list[Tensor | None] = [None] * shape.layers

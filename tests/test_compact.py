@@ -10,6 +10,7 @@ import kvpatch
 from kvpatch.policy import resolve
 
 BUDGET, SINKS = 12, 4
+RECENT = {"compact": True, "scorer": "recency", "aggregation": "single"}
 
 
 class Reference:
@@ -152,6 +153,19 @@ def test_a_later_turn_goes_on_from_where_the_sinks_stand():
                     reference.evict()
 
 
+def test_no_sinks_and_more_sinks_than_slots():
+    model, batch = llama(), left_padded(prompts((5, 3)))
+    expected = run(model, batch, max_new_tokens=4)
+    with kvpatch.patched(model, "streaming-llm", budget=200, sinks=100, compile=False):
+        assert torch.equal(run(model, batch, max_new_tokens=4), expected)
+    batch = left_padded(prompts((30, 20)))
+    said = []
+    for fields in ({"compact": True}, {"compact": False}):  # without sinks nothing has to be turned
+        with kvpatch.patched(model, "streaming-llm", budget=BUDGET, sinks=0, compile=False, **fields):
+            said.append(run(model, batch, max_new_tokens=20))
+    assert torch.equal(*said)
+
+
 @pytest.mark.parametrize("settings", [{}, {"eos_token_id": list(range(2, 12))}], ids=["greedy", "eos"])
 def test_runs_of_several_steps_say_the_same(settings):
     model, batch = llama(), left_padded(prompts((30, 3)))
@@ -190,9 +204,10 @@ def test_after_ten_thousand_tokens_the_sinks_are_held_and_stand_where_they_shoul
     [
         ({"compact": 1}, ("compact", "1")),
         ({"compact": True}, ("compact=True", "scorer='attention'")),
-        ({"compact": True, "scorer": "recency", "sinks": 0.1}, ("compact=True", "sinks=0.1")),
-        ({"compact": True, "scorer": "recency", "reserve": 2}, ("compact=True", "reserve=2")),
-        ({"compact": True, "scorer": "recency", "prefill": "knorm"}, ("compact=True", "knorm")),
+        ({"compact": True, "scorer": "recency"}, ("compact=True", "aggregation='ema'", "compact=False")),
+        (RECENT | {"sinks": 0.1}, ("compact=True", "sinks=0.1", "compact=False")),
+        (RECENT | {"reserve": 2}, ("compact=True", "reserve=2", "compact=False")),
+        (RECENT | {"prefill": "knorm"}, ("compact=True", "prefill='knorm'", "compact=False")),
     ],
     ids=repr,
 )
@@ -202,9 +217,9 @@ def test_what_would_leave_gaps_is_refused(fields, words):
     assert all(word in str(caught.value) for word in words)
 
 
-@pytest.mark.parametrize("kind", ["ministral", "dynamic"])
+@pytest.mark.parametrize("kind", ["ministral", "ministral3", "dynamic"])
 def test_a_model_that_counts_positions_of_the_text_keeps_them_and_says_so(kind):
-    if kind == "ministral":
+    if kind.startswith("ministral"):
         model = tiny(kind)
     else:
         model = llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0})

@@ -114,3 +114,5 @@ def test_a_decoding_press_around_a_window_of_queries_cuts_when_its_target_and_it
     policy = found["policy"]
     assert policy.bounded and policy.prefill.score == "snapkv" and policy.prefill.window == 64
     assert found["budget"].tokens(10**6) == 120 and policy.leaving(120) == 20
+    with pytest.raises(ValueError, match="compression_interval=200 with target_size=100"):
+        compat.from_kvpress("DecodingPress", **given | {"compression_interval": 200})

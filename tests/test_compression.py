@@ -368,6 +368,11 @@ def test_a_table_that_is_none_is_refused(table):
         rule.Prefill(allocation="table", table=table)
 
 
+def test_bounds_are_those_of_a_window():
+    with pytest.raises(ValueError, match="bounds=True with window=False"):
+        rule.register_method("mine", lambda prompt, rule: None, bounds=True)
+
+
 def test_a_table_and_the_allocation_by_it_need_each_other():
     for fields in ({"table": [1, 2]}, {"allocation": "table"}):
         with pytest.raises(ValueError, match="table=.* with allocation="):

@@ -16,7 +16,7 @@ from kvpatch.compression.prompt import Prompt
 from kvpatch.policy import resolve
 from kvpatch.rows import full_at, held_after, slots_read
 
-INTERVAL, WINDOW = 5, 3
+INTERVAL, WINDOW, WIDE = 5, 3, 16
 
 
 class WhenFull:
@@ -67,7 +67,31 @@ class ScissorHands(WhenFull, steps.ScissorHands):
         super().start(layers, prompt, budget)
 
 
+class SnapKVUnprotected(SnapKV):
+    """Looks further back than it protects, and further than it may hold."""
+
+    def scores(self, l, g):
+        layer, held = self.layers[l], self.held[l][g]
+        now = self.prompt + self.t - 1
+        found = torch.zeros(layer.heads, len(held), dtype=torch.float64)
+        asking = [u for u in range(max(0, now - WIDE + 1), now + 1)]
+        for u in asking:
+            met = [n for n, position in enumerate(held) if position <= u]
+            for h in oracle.heads_of(layer, g):
+                if met:
+                    found[h, met] += steps.held_attention(layer, h, u, [held[n] for n in met]) / len(asking)
+        pooled = torch.stack([oracle.pool_same(one, 5) for one in found[list(oracle.heads_of(layer, g))]])
+        return dict(zip(held, pooled.mean(0).tolist(), strict=True))
+
+    def protected(self, held):
+        return []
+
+
 CASES = {
+    "snapkv, unprotected": (
+        kvpatch.Policy(prefill=kvpatch.Prefill(window=16), grows=True, interval=INTERVAL, coupling="per_head"),
+        SnapKVUnprotected(INTERVAL),
+    ),
     "scissorhands": (
         resolve("scissorhands").replace(prefill=kvpatch.Prefill(score="scissorhands", window=7, recent=WINDOW)),
         ScissorHands(7, WINDOW),
@@ -206,6 +230,33 @@ def test_a_later_turn_beams_and_forks_go_on():
         assert beams.shape == said.shape
 
 
+def test_a_row_whose_end_comes_with_a_full_step_is_cut_in_runs_too():
+    model, batch = llama(), left_padded(prompts((40, 9)))
+    policy = resolve("snapkv", interval=11).replace(prefill=kvpatch.Prefill(window=4, recent=4))
+    plain = generated(model, policy, None, batch, {"budget": 30}, max_new_tokens=40)["tokens"]
+    # The first row holds 19 after its prompt and is full after 11 steps; its 12th token is chosen then.
+    ends = plain[0][batch["input_ids"].shape[1] + 11]
+    for capturer in (Rehearsing(), None):
+        found = generated(model, policy, capturer, batch, {"budget": 30}, max_new_tokens=40, eos_token_id=[ends])
+        held = [position for position in found["retained"][0][0][0] if position >= 0]
+        assert len(held) == 19
+
+
+def test_a_row_that_ended_keeps_what_it_held_when_others_are_cut():
+    model, rows = llama(), prompts((60, 30))
+    tokens = [[5, 6, EOS], list(range(2, 60))]
+    batch = left_padded(rows)
+    policy = resolve("knorm").replace(prefill="knorm", grows=True, interval=0.5)
+    budget = kvpatch.Budget(0.5, min_budget=1)
+    with kvpatch.patched(model, policy, budget=budget, compile=False) as handle:
+        watcher = Watcher(handle.retained)
+        more = {"max_new_tokens": 40, "logits_processor": [Forced(tokens, batch["input_ids"].shape[1])]}
+        run(model, batch, streamer=watcher, eos_token_id=EOS, **more)
+    ended = retained_sets(watcher.seen[2], 0)
+    assert all(retained_sets(later, 0) == ended for later in watcher.seen[2:])
+    assert len(ended[0][0]) == 15 + 2
+
+
 @pytest.mark.parametrize("settings", [{}, {"eos_token_id": list(range(2, 12))}], ids=["greedy", "eos"])
 def test_runs_of_several_steps_end_where_a_row_is_full(settings):
     model, batch = llama(), left_padded(prompts((40, 9)))
@@ -245,5 +296,8 @@ def test_what_is_protected_must_fit_what_a_cut_leaves():
 
 
 def test_a_sliding_window_is_refused():
+    with pytest.raises(ValueError, match="'kvzip' on a model with a sliding window of 24"):
+        kvpatch.patch(tiny("ministral"), "kvzip", budget=32)
+    kvpatch.unpatch(kvpatch.patch(tiny("ministral"), "rkv", budget="full", compile=False).model)
     with pytest.raises(ValueError, match="interval=128 on a model with a sliding window of 24"):
         kvpatch.patch(tiny("ministral"), "rkv", budget=32)

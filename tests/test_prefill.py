@@ -223,6 +223,12 @@ def test_kvzip_keeps_what_repeating_the_prompt_looks_at(monkeypatch):
                 attention_mask=torch.cat((batch["attention_mask"], torch.ones(2, 8, dtype=torch.int64)), -1),
                 **{handle.keyword: plain},
             )
+        with pytest.raises(ValueError, match="'kvzip' has the model repeat its prompt.*num_beams=2"):
+            model.generate(**batch, max_new_tokens=2, num_beams=2)
+        ids = torch.tensor(rows[:1])
+        fork = handle.read(ids[:, :40], policies=["kvzip"]).fork()
+        longer = model.generate(ids, max_new_tokens=5, do_sample=False, eos_token_id=None, **{handle.keyword: fork})
+        assert torch.equal(longer, model.generate(ids, max_new_tokens=5, do_sample=False, eos_token_id=None))
     columns = batch["input_ids"].shape[1]
     for row, ids in enumerate(rows):
         ids, pads = torch.tensor(ids), columns - len(ids)
@@ -563,6 +569,22 @@ def test_a_table_of_budgets_holds_in_a_model(parts):
         counts = [count - 2 - 4 for count in held[:, row].flatten().tolist()]
         assert sum(counts) == 6 * (12 - 4)
         assert all(abs(count - part / sum(cells) * 48) <= 1 for count, part in zip(counts, cells, strict=True))
+
+
+def test_a_reading_for_methods_of_several_windows_serves_each():
+    model, ids = llama(), torch.tensor(prompts((50,)))
+    more = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
+    methods = [
+        kvpatch.Prefill(score=score, window=w, recent=3)
+        for score, w in (("scissorhands", 4), ("rkv", 6), ("snapkv", 16))
+    ]
+    policies = [kvpatch.Policy(prefill=one, grows=True, interval=4, coupling="per_head") for one in methods]
+    with kvpatch.patched(model, "full", compile=False) as handle:
+        source = handle.read(ids, policies=policies[1:])  # of bounds nothing is noted
+        said = [model.generate(ids, **more, **{handle.keyword: source.fork(one, budget=14)}) for one in policies]
+    for one, tokens in zip(policies, said, strict=True):
+        with kvpatch.patched(model, one, budget=14, compile=False):
+            assert torch.equal(model.generate(ids, **more), tokens)
 
 
 def test_layers_of_unlike_budgets_have_slots_of_their_own():

@@ -106,26 +106,30 @@ def window_logits(prompt: Prompt) -> Tensor:
 def window_attention(prompt: Prompt) -> Tensor:
     """Causal attention of the window's queries over all that they meet: [B, G, R, w, n]; 0 elsewhere, and for columns
     that ask nothing."""
-    window, logits = prompt.window, window_logits(prompt)
-    own = prompt.length[:, None] - window + torch.arange(window, device=logits.device)  # the queries' own slots
-    own = own[:, None, None, :, None]
-    meets = prompt.places <= own
+    logits = window_logits(prompt)
+    at, positions = window_places(prompt)
+    own, places = at[:, None, None, :, None], positions[:, :, None, None]
+    meets = (places <= own) & prompt.held()[:, :, None, None]
     if prompt.reach is not None:
-        meets = meets & (prompt.places > own - prompt.reach)
+        meets = meets & (places > own - prompt.reach)
     asks = prompt.asks[:, None, None, :, None]
     # A query that asks nothing may meet nothing: it is given all, so that no row is empty, and then zero.
     return torch.where(asks, logits.masked_fill(~(meets | ~asks), -torch.inf).softmax(-1), 0.0)
+
+
+def window_places(prompt: Prompt) -> tuple[Tensor, Tensor]:
+    """Positions of the window's queries [B, w], and of what is held [B or 1, G or 1, n]."""
+    at, positions = prompt.at, prompt.positions
+    if at is None:
+        at = prompt.length[:, None] - prompt.window + torch.arange(prompt.window, device=prompt.keys.device)
+    return at, prompt.places[None, None] if positions is None else positions
 
 
 def window_pieces(prompt: Prompt) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """The window's queries a few at a time: which, their logits [B, G, R, some, n], and what they meet of that."""
     batch, heads, window, width = prompt.queries.shape
     groups, slots = prompt.keys.shape[1:3]
-    at, positions = prompt.at, prompt.positions
-    if at is None:
-        at = prompt.length[:, None] - window + torch.arange(window, device=prompt.keys.device)
-    if positions is None:
-        positions = prompt.places[None, None]
+    at, positions = window_places(prompt)
     piece = max(1, CELLS // (batch * heads * slots))
     for start in range(0, window, piece):
         some = slice(start, start + piece)

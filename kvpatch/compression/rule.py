@@ -45,9 +45,12 @@ def register_method(
     Args:
         name: a new name; an existing one raises ValueError unless `replace`.
         score: a function of a `Prompt` and the `Prefill` that gives [B, G, n]; pure tensor code.
-        window, law, mass, repeat, bounds: what it reads of the prompt beside keys, values and length.
+        window, law, mass, repeat, bounds: what it reads of the prompt beside keys, values and length. Bounds are there
+            when a method cuts again; at the prompt's end the queries have met all that is there.
     """
     check_new("method", name, score, "a Prompt and a Prefill", () if replace else _METHODS)
+    if bounds and not window:
+        raise ValueError(f"bounds={bounds!r} with window={window!r}: bounds are those of the window's queries")
     _METHODS[name] = Method(score, bool(window), bool(law), bool(mass), bool(repeat), bool(bounds))
 
 

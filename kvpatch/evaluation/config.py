@@ -123,6 +123,8 @@ def _of_fields(given: dict) -> "kvpatch.Policy":
     base = fields.pop("base", "inertia")
     if isinstance(fields.get("blend"), dict):
         fields["blend"] = kvpatch.Blend(**fields["blend"])
+    if isinstance(fields.get("prefill"), dict):
+        fields["prefill"] = kvpatch.Prefill(**fields["prefill"])
     return resolve(base, **fields)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from kvpatch import best
 from kvpatch.bench.record import provenance
+from kvpatch.cachelayer import heads_of, windows_of
 from kvpatch.evaluation import continuation, stability, summary, tasks
 from kvpatch.evaluation.answers import answers
 from kvpatch.evaluation.config import FREE_KEYS, Config, read_yaml
@@ -108,7 +109,7 @@ class Evaluation:
             notes.append(f"{best.NAME}: {best.policy_for(self.handle.model)[1]}")
         once = {way.name for way in self.ways if resolve(way.policy).grows}
         if once and "stability" in tasks.chosen(self.config.tasks):
-            notes.append(f"stability is of rankings at every step: {', '.join(sorted(once))} rank a prompt once")
+            notes.append(f"stability is of rankings at every step: {', '.join(sorted(once))} rank only when they cut")
         return notes
 
     def plan(self) -> Plan:
@@ -139,6 +140,8 @@ class Evaluation:
             policy = resolve(way.policy)
             try:
                 if way.budget is not None:
+                    text = self.handle.model.config.get_text_config(decoder=True)
+                    policy.check_model(windows_of(text), heads_of(text)[1])
                     policy.check_budget(way.budget.tokens(shortest), shortest)
             except ValueError as error:
                 reason = f"{way.name} {way.text}: {error}"
@@ -173,7 +176,7 @@ class Evaluation:
             token = reading.seconds / columns
         budget = min(64, max(8, way.budget.tokens(longest))) if way.budget else None
         if resolve(way.policy).prefill is not None:
-            budget = 64  # the whole of what is tried: what it protects may not fit less
+            budget = None  # what it protects may not fit so small a budget
         # Compiled with the first call, timed in the second one; a budget as in the run.
         with read(rows, 64) as reading:
             for _ in range(2):
