@@ -188,8 +188,8 @@ class Policy:
             self.prefill.check_shape(len(windows), heads)
         if self.prefill is not None and self.prefill.needs.repeat and any(windows) and evicts:
             raise ValueError(
-                f"prefill={self.prefill.name!r} on a model with a sliding window of {min(filter(None, windows))} tokens: "
-                "there the model does not look back at the prompt that it repeats; use another method"
+                f"prefill={self.prefill.name!r} on a model with a sliding window of {min(filter(None, windows))} "
+                "tokens: there the model does not look back at the prompt that it repeats; use another method"
             )
         if self.interval is not None and any(windows) and evicts:
             raise ValueError(
