@@ -31,11 +31,3 @@ def workload(dtype: str, prompt: int, policy: str, budget: float, new_tokens: in
         "budget": None if policy == "full" else budget,
         "new_tokens": new_tokens,
     }
-
-
-def markdown(head: list[str], rows: list[list[str]]) -> str:
-    """A table in markdown, figures to the right."""
-    if not rows:
-        return "(not recorded yet)\n"
-    align = ["---" if index == 0 else "---:" for index in range(len(head))]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in (head, align, *rows))

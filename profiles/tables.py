@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from _shared import markdown
 
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
@@ -30,6 +29,14 @@ def records(name: str, key: tuple[str, ...]) -> list[dict]:
         for row in csv.DictReader(file):
             last[tuple(row.get(part) for part in key)] = row
     return list(last.values())
+
+
+def markdown(head: list[str], rows: list[list[str]]) -> str:
+    """A table in markdown, figures to the right."""
+    if not rows:
+        return "(not recorded yet)\n"
+    align = ["---" if index == 0 else "---:" for index in range(len(head))]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (head, align, *rows))
 
 
 def bench() -> str:

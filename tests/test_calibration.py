@@ -8,7 +8,8 @@ from factories import llama
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpatch import best
+import kvpatch
+from kvpatch import best, selection
 from kvpatch.calibration import choice, observing, prompts
 from kvpatch.calibration.choice import Effort, Outcome
 from kvpatch.policy import resolve
@@ -49,7 +50,8 @@ def test_copying_heads_come_first_and_their_mean_costs_the_answers_length():
 
 
 def focus_by_hand(attention, heads):
-    mean = sum(attention[layer, head] for layer, head in heads) / len(heads)
+    (last, one), (first, other) = heads  # InertiaKV's rule, layer after layer
+    mean = 0.8 * 0.2 * attention[first, other] + 0.2 * attention[last, one]
     ordered = sorted(mean[1:].tolist(), reverse=True)
     return sum(ordered[:30]) / mean.sum().item()
 
@@ -144,6 +146,22 @@ def test_an_observed_prompt_is_what_the_model_does(loaded):
         finally:
             model.set_attn_implementation("sdpa")
     assert torch.allclose(observing.look(model, hidden.prompt_ids), wanted, atol=1e-4)
+
+
+def test_the_focus_that_is_calibrated_is_the_one_that_decides(loaded, monkeypatch):
+    model, tokenizer = loaded
+    ids = prompts.document(400, tokenizer, 20).prompt_ids
+    heads = [(20, 3), (21, 5), (21, 8), (22, 4)]
+    seen, plain = [], selection.focus
+    monkeypatch.setattr(selection, "focus", lambda *given: seen.append(plain(*given)) or seen[-1])
+    policy = resolve("inertia", blend=Blend(score_heads=heads, focus=0.5))
+    with kvpatch.patched(model, policy, budget=64, compile=False):
+        batch = {"input_ids": ids[None], "attention_mask": torch.ones_like(ids)[None]}
+        model.generate(**batch, max_new_tokens=3, do_sample=False)
+    (found,) = seen
+    monkeypatch.undo()
+    expected = observing.foci(observing.running(heads), [observing.look(model, ids)])
+    assert found.item() == pytest.approx(expected.item(), rel=1e-3)
 
 
 def test_the_demo_model_is_calibrated_whole_in_small(loaded, monkeypatch):

@@ -6,6 +6,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+import kvpatch
 from kvpatch.evaluation import comparing, plots, report, summary, tables
 from kvpatch.evaluation.runs import Line, Run
 
@@ -161,6 +162,11 @@ def test_a_policy_looks_the_same_in_all_pictures():
     assert first == {name: second[name] for name in first}
     looks = [tuple(sorted((key, str(value)) for key, value in look.items())) for look in second.values()]
     assert len(set(looks)) == 4
+    every = plots.styles(["full", *kvpatch.list_policies(), "mine", "yours"])
+    assert all(every[name] == first[name] for name in first)
+    assert len({tuple(sorted((key, str(value)) for key, value in look.items())) for look in every.values()}) == len(
+        every
+    )
 
 
 def test_markdown_tables_line_up_and_hold_every_way(run):

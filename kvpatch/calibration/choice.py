@@ -117,7 +117,7 @@ def focus_of(heads: list[tuple[int, int]], seen: list[Tensor], plain: list[Tenso
     Args:
         seen, plain: attention of prompts that hide a fact, and of plain texts.
     """
-    ranked = observing.mean_of(heads)
+    ranked = observing.running(heads)
     found = observing.foci(ranked, seen).min().item()
     beneath = observing.foci(ranked, plain).quantile(PLAIN).item()
     between = min(found, (found + beneath) / 2)

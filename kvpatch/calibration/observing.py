@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvpatch import needle, selection
 from kvpatch.evaluation.attending import eager, full_cache
+from kvpatch.ranking import Blend
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,20 @@ def mean_of(heads: list[tuple[int, int]]) -> Callable[[Tensor], Tensor]:
     """The mean attention of these (layer, head) pairs."""
     layers, places = [layer for layer, _ in heads], [head for _, head in heads]
     return lambda attention: attention[layers, places].mean(0)
+
+
+def running(heads: list[tuple[int, int]]) -> Callable[[Tensor], Tensor]:
+    """What a `kvpatch.Blend` over these heads makes of a first step's attention, layer after layer, up to a factor."""
+    alpha = Blend.alpha
+
+    def ranked(attention: Tensor) -> Tensor:
+        found = torch.zeros_like(attention[0, 0])
+        for layer in sorted({layer for layer, _ in heads}):
+            own = [head for index, head in heads if index == layer]
+            found = alpha * found + (1 - alpha) * attention[layer, own].mean(0)
+        return found
+
+    return ranked
 
 
 def by_cost(seen: list[Observed]) -> list[tuple[int, int]]:

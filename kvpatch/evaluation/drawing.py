@@ -32,12 +32,16 @@ def styles(policies: Iterable[str]) -> dict[str, dict]:
     others = [name for name in names if name not in places and name != FULL]
     places |= {name: free[at] if at < len(free) else at for at, name in enumerate(others)}
     found = {FULL: {"color": "black", "marker": "*", "linestyle": ":"}} if FULL in names else {}
-    met: list[int] = []
-    for name, place in places.items():
+    looks: set[tuple[int, int]] = set()
+    for name, place in places.items():  # presets first: what stands beside them changes nothing of theirs
         colour = place % len(COLOURS)
-        shape = (colour + 3 * met.count(colour)) % len(MARKERS)
+        shape = (colour + 3 * (place // len(COLOURS) if name in presets else 0)) % len(MARKERS)
+        for _ in MARKERS:
+            if (colour, shape) not in looks:
+                break
+            shape = (shape + 3) % len(MARKERS)
+        looks.add((colour, shape))
         found[name] = {"color": COLOURS[colour], "marker": MARKERS[shape], "linestyle": LINES[shape]}
-        met.append(colour)
     return found
 
 
