@@ -42,7 +42,8 @@ def document(length: int, tokenizer, seed: int, others: int = OTHERS) -> needle.
         raise ValueError(f"length must be at least {length - room + 32 * len(facts)} here, got {length}")
     text, ends = needle.passage(tokenizer, rng.random(), room)
     # Each fact in a stretch of its own, which one in which is drawn.
-    places = [min(ends, key=lambda end: abs(end - (n + rng.random()) / len(facts) * room)) for n in range(len(facts))]
+    wanted = [(n + rng.random()) / len(facts) * room for n in range(len(facts))]
+    places = [min(ends, key=lambda end, at=at: abs(end - at)) for at in wanted]
     order = rng.sample(range(len(facts)), len(facts))
     ids, start = list(before), 0
     for place, number in zip(places, order, strict=True):
