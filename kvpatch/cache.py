@@ -89,10 +89,7 @@ class SlotCache(Cache):
         self.leaving: list[int | None] = []  # how many leave at once when a row is full, None: one at a time
         self.noted_from: Tensor | None = None  # [B], position of the first query that is kept
         self.scale, self.outputs = 1.0, []  # of the prompt's watch, for cuts to come
-        self.by_layer: list[int] | None = (
-            None  # tokens that the fullest head of each layer held then, where they differ
-        )
-        self.bounds: list[Tensor] = []  # of each layer [B, H, w], of the prompt's last queries
+        self.by_layer: list[int] | None = None  # as `entries`, of each layer's fullest head, where layers differ
         self.fed: Tensor | None = None  # tokens consumed [B, columns], where they are known
         self.planned = 0  # slots that this generation needs, 0 while unknown
         self.expect_prompt = False  # a block of one token is still prompt
@@ -429,8 +426,6 @@ class SlotCache(Cache):
             compact.keep(self.current, before)
         if self.compresses:
             cutting.by_method(self, valid)
-        if self.recuts:
-            cutting.remember(self)
         self.watch = None
         self.stats.note_rows(self.prompt, self.entries, self.limits, read - sum(self.entries))
 

@@ -33,8 +33,7 @@ def by_method(cache, valid: Tensor) -> None:
         # From what the model rotates by now: asking it for positions to come may change that.
         ahead = watching.factors_ahead(rotary.inv_freq, rotary.attention_scaling, cache.state.rows.prompt)
     prompts = [_prompt(cache, layer, columns, ahead) for layer in range(shape.layers)]
-    if cache.recuts and cache.needs.bounds:
-        cache.bounds = [window_bounds(prompt) for prompt in prompts]
+    bounds = [window_bounds(prompt) for prompt in prompts] if cache.recuts and cache.needs.bounds else []
     utility = cache.current.utility[0, ..., :n]
     before = torch.tensor(cache.before or [0] * len(cache.entries), device=utility.device)
     earlier = torch.where(prompts[0].places < before[None, :, None, None], utility, 0.0) if rule.carries else None
@@ -50,6 +49,8 @@ def by_method(cache, valid: Tensor) -> None:
     if not rule.even and not any(cache.windows):  # a window is told by places, which bookkeeping and keys must share
         cache.by_layer = counts.amax((1, 2)).tolist()
     _bring(cache, selection.kept_order(keep, max(cache.entries)), counts, cache.room(cache.entries))
+    if cache.recuts:
+        _remember(cache, bounds)
 
 
 def _prompt(cache, layer: int, columns: Tensor, ahead: tuple[Tensor, Tensor] | None) -> Prompt:
@@ -90,24 +91,26 @@ def _left(cache, full: list[bool]) -> list[int]:
     return [budget - (leaving or 0) * cut for budget, leaving, cut in rows]
 
 
-def remember(cache) -> None:
-    """Keep the prompt's last queries for cuts to come. Mutates the cache, before its watch is dropped."""
-    prompt = cache.state.rows.prompt
-    if cache.watch is not None:
-        cache.scale, cache.outputs = cache.watch.scale, cache.watch.outputs
-    if not cache.current.queries:
+def _remember(cache, bounds: list[Tensor]) -> None:
+    """Keep the prompt's last queries for cuts to come. Mutates the cache, before its watch is dropped.
+
+    Args:
+        bounds: of those queries, for each layer as `Prompt.bounds`; none where they are not wanted.
+    """
+    watch, current, prompt = cache.watch, cache.current, cache.state.rows.prompt
+    if watch is not None:
+        cache.scale, cache.outputs = watch.scale, watch.outputs
+    if not current.queries:
         return
-    for layer, kept in enumerate(cache.current.queries):
-        window = kept.shape[2]
-        queries = cache.watch.queries[layer][:, :, -window:]
-        count = queries.shape[2]
-        places = (prompt[:, None] - count + torch.arange(count, device=prompt.device)) % window
+    window = cache.shape.window
+    count = watch.queries[0][:, :, -window:].shape[2]
+    places = (prompt[:, None] - count + torch.arange(count, device=prompt.device)) % window
+    for kept, noted in zip(current.queries, watch.queries, strict=True):
+        queries = noted[:, :, -window:]
         kept.scatter_(2, places[:, None, :, None].expand_as(queries), queries)
-        if cache.bounds:
-            found = cache.bounds[layer]
-            cache.current.bounds[layer].scatter_(2, places[:, None].expand_as(found), found)
-    cache.bounds = []
-    cache.noted_from = prompt - cache.watch.asks[0][:, -cache.current.queries[0].shape[2] :].sum(-1)
+    for kept, found in zip(current.bounds, bounds, strict=True):
+        kept.scatter_(2, places[:, None].expand_as(found), found)
+    cache.noted_from = prompt - watch.asks[0][:, -window:].sum(-1)
 
 
 def again(cache, full: list[bool]) -> None:
@@ -121,7 +124,7 @@ def again(cache, full: list[bool]) -> None:
     places = torch.arange(n, device=length.device)
     asks, order = length.new_zeros(len(length), 0, dtype=torch.bool), None
     if current.queries:
-        window = current.queries[0].shape[2]
+        window = shape.window
         positions = state.newest[:, None] + 1 - window + torch.arange(window, device=length.device)
         asks, order = positions >= cache.noted_from[:, None], positions % window
     prompts = []

@@ -94,11 +94,7 @@ def move(source: Buffers, target: Buffers, note: Callable[[], None]) -> None:
 
 
 def _take_notes(source: Buffers, target: Buffers, layer: int) -> None:
-    for old, new in (
-        (source.queries, target.queries),
-        (source.bounds, target.bounds),
-        (source.anchors, target.anchors),
-    ):
+    for old, new in zip(source.notes, target.notes, strict=True):
         if old:
             new[layer].copy_(old[layer])
 

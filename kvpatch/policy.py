@@ -87,6 +87,7 @@ class Policy:
         if self.blend is not None and not isinstance(self.blend, Blend):
             raise TypeError(f"blend must be a kvpatch.Blend or None, got {self.blend!r}")
         self._check_prefill()
+        self._check_interval()
         own = Ranking(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Ranking)})
         for field in ("score_layers", "score_heads"):
             object.__setattr__(self, field, getattr(own, field))
@@ -125,7 +126,6 @@ class Policy:
         if rule is None:
             if self.grows:
                 raise ValueError("grows=True needs prefill: without a cut of the prompt nothing would ever be evicted")
-            self._check_interval()
             return
         if not isinstance(rule, prompts.Prefill):
             raise TypeError(f"prefill must be a name, a kvpatch.Prefill or None, got {rule!r}")
@@ -142,7 +142,6 @@ class Policy:
                 f"prefill={rule.name!r} leaves layers or heads different budgets, which eviction while decoding does "
                 "not keep: use grows=True, or a prefill with allocation='uniform'"
             )
-        self._check_interval()
 
     def _check_interval(self) -> None:
         interval, rule = self.interval, self.prefill

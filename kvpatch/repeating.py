@@ -6,6 +6,8 @@ What is fed for it is stored behind the prompt for as long as a forward takes, a
 import torch
 from torch import Tensor
 
+from kvpatch import turns
+
 CHUNK = 2048  # columns that are repeated at once
 
 
@@ -15,11 +17,7 @@ def check(config) -> None:
     Raises:
         ValueError: for an attention implementation that takes no mask.
     """
-    if config._attn_implementation not in ("sdpa", "eager"):
-        raise ValueError(
-            f"attn_implementation={config._attn_implementation!r}: a prompt that the model repeats needs a mask; load "
-            'the model with attn_implementation="sdpa"'
-        )
+    turns.refuse_fused(config, "a prompt that the model repeats")
 
 
 def repeat(base, keyword: str, cache, input_ids: Tensor, mask: Tensor | None) -> None:

@@ -313,20 +313,20 @@ class Buffers:
         self.pending = torch.zeros(shape.rankings, 1, batch, 1, uniform, dtype=accumulated, device=shape.device)
         self.index = torch.arange(capacity, device=shape.device)
         self.books = Books.of(shape, batch)
-        size = (batch, shape.heads, shape.window, shape.head_dim)
-        of_layers = shape.layers if shape.window else 0
-        sinks = (batch, shape.kv_heads, shape.sinks, shape.head_dim)
-        self.anchors = [
-            torch.zeros(sinks, dtype=shape.dtype, device=shape.device)
-            for _ in range(shape.layers if shape.sinks else 0)
-        ]
         self.turns = torch.zeros(2, batch, shape.head_dim, dtype=accumulated, device=shape.device)
-        of_window = shape.layers if shape.bounds else 0
-        self.bounds = [
-            torch.zeros(batch, shape.heads, shape.window, dtype=accumulated, device=shape.device)
-            for _ in range(of_window)
-        ]
-        self.queries = [torch.zeros(size, dtype=shape.dtype, device=shape.device) for _ in range(of_layers)]
+
+        def of_layers(wanted: bool, dtype: torch.dtype, *size: int) -> list[Tensor]:
+            layers = range(shape.layers if wanted else 0)
+            return [torch.zeros(batch, *size, dtype=dtype, device=shape.device) for _ in layers]
+
+        self.queries = of_layers(shape.window > 0, shape.dtype, shape.heads, shape.window, shape.head_dim)
+        self.bounds = of_layers(shape.bounds, accumulated, shape.heads, shape.window)
+        self.anchors = of_layers(shape.sinks > 0, shape.dtype, shape.kv_heads, shape.sinks, shape.head_dim)
+
+    @property
+    def notes(self) -> tuple[list[Tensor], ...]:
+        """What is kept beside the slots, each a list over layers or empty, rows first."""
+        return self.queries, self.bounds, self.anchors
 
     def add_layer(self, layer: int) -> None:
         """Allocate one layer, unless it is there."""
@@ -344,13 +344,13 @@ class Buffers:
     def by_row(self) -> Iterator[tuple[Tensor, int]]:
         """Every tensor that is there, and the dimension of its rows."""
         yield from ((tensor, 0) for tensor in (*self.keys, *self.values) if tensor is not None)
-        yield from ((tensor, 0) for tensor in (*self.queries, *self.bounds, *self.anchors))
+        yield from ((tensor, 0) for notes in self.notes for tensor in notes)
         yield from ((self.utility, 2), (self.pending, 2), (self.positions, 1))
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated now."""
-        notes = [*self.queries, *self.bounds, *self.anchors]
+        notes = [tensor for some in self.notes for tensor in some]
         tensors = [*self.keys, *self.values, *notes, self.utility, self.positions, self.pending]
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 

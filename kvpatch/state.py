@@ -59,7 +59,7 @@ class State:
                 slots.mark_dynamic(tensor, None, 0 if several else None)
         for tensor in (self.newest, self.active, *self.rows):
             slots.mark_dynamic(tensor, None, 0 if several else None)
-        for tensor in (*buffers.queries, *buffers.bounds, *buffers.anchors):
+        for tensor in (one for notes in buffers.notes for one in notes):
             slots.mark_dynamic(tensor, None, 0 if several else None)
         slots.mark_dynamic(buffers.turns, None, 1 if several else None)
         self.ledger = slots.Ledger(

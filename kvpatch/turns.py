@@ -64,16 +64,16 @@ def check(cache, columns: int, mask: Tensor | None) -> None:
         row_lengths(mask[:, cache.columns :], holes=True)
 
 
-def refuse_fused(config) -> None:
-    """A later turn's prompt needs a mask of its own.
+def refuse_fused(config, what: str = "a later turn over a SlotCache") -> None:
+    """A later turn's prompt needs a mask of its own, and so does a prompt that the model repeats.
 
     Raises:
         ValueError: for an attention implementation that takes none.
     """
     if config._attn_implementation not in ("sdpa", "eager"):
         raise ValueError(
-            f"attn_implementation={config._attn_implementation!r}: a later turn over a SlotCache needs a mask; load "
-            'the model with attn_implementation="sdpa"'
+            f"attn_implementation={config._attn_implementation!r}: {what} needs a mask; load the model with "
+            'attn_implementation="sdpa"'
         )
 
 

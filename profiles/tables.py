@@ -31,11 +31,11 @@ def records(name: str, key: tuple[str, ...]) -> list[dict]:
     return list(last.values())
 
 
-def markdown(head: list[str], rows: list[list[str]]) -> str:
+def markdown(head: list[str], rows: list[list[str]], figures: bool = True) -> str:
     """A table in markdown, figures to the right."""
     if not rows:
         return "(not recorded yet)\n"
-    align = ["---" if index == 0 else "---:" for index in range(len(head))]
+    align = ["---:" if index and figures else "---" for index in range(len(head))]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in (head, align, *rows))
 
 
@@ -117,7 +117,7 @@ def api() -> str:
     for module, prefix in ((kvpatch, ""), (attention, "attention."), (compat, "compat."), (evaluation, "evaluation.")):
         for name in sorted(module.__all__, key=str.lower):
             rows.append([f"`{prefix}{name}`", inspect.getdoc(getattr(module, name)).split("\n")[0]])
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in (["name", "what it is"], ["---", "---"], *rows))
+    return markdown(["name", "what it is"], rows, figures=False)
 
 
 def ratio(text: str) -> str:
@@ -198,28 +198,19 @@ def overlap() -> str:
 
 
 def policies() -> str:
-    """What each policy does, as its fields say."""
-    from kvpatch.policy import OF_MODEL, PAPERS, list_policies, resolve
+    """What each policy does: the rows of `kvpatch list`."""
+    from kvpatch.cli.inspect import policy_rows
 
-    rows = []
-    for name in list_policies():
-        if name == OF_MODEL:
-            rows.append([f"`{name}`", "decode", "all", "every step", "yes", ""])
-            continue
-        one = resolve(name)
-        phase = "-" if not one.evicts else "decode" if one.prefill is None else "prompt"
-        if one.prefill is not None:
-            phase += ", then decode" if one.trims else "" if one.interval is None else ", and again when full"
-        unit = {"per_layer": "layer", "per_head": "KV head"}.get(one.coupling, "all") if one.evicts else "-"
-        cost = (
-            {1: "every step", "once": "once"}.get(one.refresh, f"every {one.refresh} steps") if one.trims else "never"
-        )
-        paper = PAPERS.get(name)
-        link = f"[{paper}](https://arxiv.org/abs/{paper})" if paper else ""
-        rows.append([f"`{name}`", phase, unit, cost, "yes" if one.bounded else "no", link])
-    head = ["policy", "evicts", "a set for each", "scores", "budget bounds the cache", "arXiv"]
-    align = ["---"] * len(head)
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in (head, align, *rows))
+    found = policy_rows()
+    rows = [
+        [
+            f"`{row['policy']}`",
+            *list(row.values())[1:-1],
+            row["arXiv"] and f"[{row['arXiv']}](https://arxiv.org/abs/{row['arXiv']})",
+        ]
+        for row in found
+    ]
+    return markdown(list(found[0]), rows, figures=False)
 
 
 TABLES = {

@@ -24,14 +24,9 @@ def list_all(as_json: AsJson = False) -> None:
 
     [bold]Example[/]: kvpatch list --json
     """
-    from kvpatch import attention, patches, policy, scoring
+    from kvpatch import attention, patches, scoring
 
-    presets = [policy.resolve(name) for name in policy.list_policies() if name != policy.OF_MODEL]
-    rows = [_described(one) for one in presets]
-    of_model = {"policy": policy.OF_MODEL, "prompt": "first step", "score": "own heads; attention, ema"}
-    of_model |= {"set per": "all", "every": "1", "protected": ""}
-    rows.append(of_model | {"cache": "fixed", "arXiv": ""})
-    rows.sort(key=lambda row: row["policy"])
+    rows = policy_rows()
     others = {
         "scorers": scoring.list_scorers(),
         "architectures": sorted(kind for entry in patches.architectures() for kind in entry.model_types),
@@ -50,6 +45,18 @@ def list_all(as_json: AsJson = False) -> None:
     console.print(f"scorers        {', '.join(others['scorers'])}", highlight=False)
     console.print(f"architectures  {', '.join(others['architectures'])}", highlight=False)
     console.print(f"back ends      {', '.join(name for name, why in others['backends'].items() if not why)}")
+
+
+def policy_rows() -> list[dict[str, str]]:
+    """What each preset does, by name."""
+    from kvpatch import policy
+
+    presets = [policy.resolve(name) for name in policy.list_policies() if name != policy.OF_MODEL]
+    rows = [_described(one) for one in presets]
+    of_model = {"policy": policy.OF_MODEL, "prompt": "first step", "score": "own heads; attention, ema"}
+    of_model |= {"set per": "all", "every": "1", "protected": ""}
+    rows.append(of_model | {"cache": "fixed", "arXiv": ""})
+    return sorted(rows, key=lambda row: row["policy"])
 
 
 def _described(one) -> dict[str, str]:

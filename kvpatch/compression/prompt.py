@@ -106,39 +106,31 @@ def window_logits(prompt: Prompt) -> Tensor:
 def window_attention(prompt: Prompt) -> Tensor:
     """Causal attention of the window's queries over all that they meet: [B, G, R, w, n]; 0 elsewhere, and for columns
     that ask nothing."""
-    logits = window_logits(prompt)
-    at, positions = window_places(prompt)
-    own, places = at[:, None, None, :, None], positions[:, :, None, None]
-    meets = (places <= own) & prompt.held()[:, :, None, None]
-    if prompt.reach is not None:
-        meets = meets & (places > own - prompt.reach)
+    logits, meets = window_logits(prompt), window_meets(prompt, slice(None))
     asks = prompt.asks[:, None, None, :, None]
     # A query that asks nothing may meet nothing: it is given all, so that no row is empty, and then zero.
     return torch.where(asks, logits.masked_fill(~(meets | ~asks), -torch.inf).softmax(-1), 0.0)
 
 
-def window_places(prompt: Prompt) -> tuple[Tensor, Tensor]:
-    """Positions of the window's queries [B, w], and of what is held [B or 1, G or 1, n]."""
+def window_meets(prompt: Prompt, some: slice) -> Tensor:
+    """What some of the window's queries meet of what is held: bool, broadcastable to [B, G, R, some, n]."""
     at, positions = prompt.at, prompt.positions
     if at is None:
         at = prompt.length[:, None] - prompt.window + torch.arange(prompt.window, device=prompt.keys.device)
-    return at, prompt.places[None, None] if positions is None else positions
+    if positions is None:
+        positions = prompt.places[None, None]
+    own, positions = at[:, None, None, some, None], positions[:, :, None, None]
+    meets = (positions <= own) & prompt.held()[:, :, None, None]
+    return meets if prompt.reach is None else meets & (positions > own - prompt.reach)
 
 
 def window_pieces(prompt: Prompt) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """The window's queries a few at a time: which, their logits [B, G, R, some, n], and what they meet of that."""
-    batch, heads, window, width = prompt.queries.shape
-    groups, slots = prompt.keys.shape[1:3]
-    at, positions = window_places(prompt)
-    piece = max(1, CELLS // (batch * heads * slots))
+    batch, heads, window, _ = prompt.queries.shape
+    piece = max(1, CELLS // (batch * heads * prompt.keys.shape[2]))
     for start in range(0, window, piece):
         some = slice(start, start + piece)
-        logits = window_logits(prompt._replace(queries=prompt.queries[:, :, some]))
-        own = at[:, None, some, None]
-        meets = (positions[:, :, None] <= own) & prompt.held()[:, :, None]
-        if prompt.reach is not None:
-            meets = meets & (positions[:, :, None] > own - prompt.reach)
-        yield some, logits, meets[:, :, None]
+        yield some, window_logits(prompt._replace(queries=prompt.queries[:, :, some])), window_meets(prompt, some)
 
 
 def window_bounds(prompt: Prompt) -> Tensor:
