@@ -382,8 +382,7 @@ class SlotCache(Cache):
         if by_layer is None:
             return slots.Buffers(self.shape, batch, slots.round_up(needed))
         rounded = [slots.round_up(one) for one in by_layer]
-        # One more for the bookkeeping: of two sizes that happen to be equal the compiler makes one.
-        return slots.Buffers(self.shape, batch, max(rounded) + 1, rounded)
+        return slots.Buffers(self.shape, batch, max(rounded), rounded)
 
     def note_bytes(self, *more: slots.Buffers) -> None:
         self.stats.note_bytes(self._live_bytes(*more))

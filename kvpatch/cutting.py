@@ -12,7 +12,6 @@ from kvpatch.compression import rule as compression
 from kvpatch.compression import watch as watching
 from kvpatch.compression.prompt import Prompt, window_bounds
 from kvpatch.rows import at_most, held_after
-from kvpatch.slots import round_up
 
 
 def by_method(cache, valid: Tensor) -> None:
@@ -194,10 +193,11 @@ def _bring(cache, order: Tensor, counts: Tensor, needed: int) -> None:
         order: [Lc, B, Gc, m] slots that stay, then others.   counts: [Lc, B, Gc] how many stay.
         needed: slots that the generation needs.
     """
-    source, target, layers = cache.current, cache.current, cache.shape.layers
+    source, target = cache.current, cache.current
     by_layer = None if cache.by_layer is None else [1 + count + cache.ahead for count in cache.by_layer]
     if source is not cache.kept:
-        if cache.kept is None or not _fits(cache.kept.capacities, by_layer or [needed] * layers, by_layer is not None):
+        wanted = by_layer or [needed] * cache.shape.layers
+        if cache.kept is None or any(one < other for one, other in zip(cache.kept.capacities, wanted, strict=True)):
             cache.drop_kept()
             cache.kept = cache.allocate(source.batch, needed, by_layer)
         target = cache.kept
@@ -206,9 +206,3 @@ def _bring(cache, order: Tensor, counts: Tensor, needed: int) -> None:
     cache.current = target
     cache.note_bytes()
     cache.state.bind(target)
-
-
-def _fits(have: list[int], need: list[int], ragged: bool) -> bool:
-    """Whether buffers of an earlier generation hold this one; where layers differ, no half of them empty."""
-    enough = all(one >= other for one, other in zip(have, need, strict=True))
-    return enough and not (ragged and sum(have) > 2 * sum(map(round_up, need)))

@@ -358,6 +358,9 @@ def test_runs_of_entries_stay_by_their_mean_score(case, data, size):
                     sorted(mean.get(place, 9.0) for place in wanted), rel=1e-12
                 )
                 assert len(kept) == len(wanted) and set(kept) >= set(range(outside, length))
+    raw = torch.randn(1, 1, 7, generator=torch.Generator().manual_seed(size), dtype=torch.float64)
+    counts = torch.tensor([[[True, True, False, True, True, True, False]]])
+    assert torch.equal(allocation.chunked(raw, counts, size)[~counts], raw[~counts])  # others keep their own
 
 
 @pytest.mark.parametrize(

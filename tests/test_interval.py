@@ -242,9 +242,32 @@ def test_a_row_whose_end_comes_with_a_full_step_is_cut_in_runs_too():
         assert len(held) == 19
 
 
+def test_runs_captured_amid_a_conversation_leave_its_queries_alone():
+    """A later turn that needs larger buffers is captured anew, when its queries are noted already."""
+    model, (first, second) = llama(), prompts((30, 150))
+    policy = kvpatch.Policy("again", prefill=kvpatch.Prefill(window=8), grows=True, interval=4, coupling="per_head")
+    found = []
+    for capturer in (Rehearsing(), None):
+        handle = kvpatch.patch(model, policy, budget=40, compile=False)
+        handle._capturer = capturer
+        try:
+            cache, ids, held = kvpatch.SlotCache(model.config, policy, budget=40), torch.tensor([first]), []
+            for turn in ([], second):
+                ids = torch.cat((ids, torch.tensor([turn], dtype=torch.int64)), -1)
+                more = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
+                ids = model.generate(ids, **more, **{handle.keyword: cache})
+                held.append(cache.retained().tolist())
+            found.append((ids.tolist(), held))
+        finally:
+            kvpatch.unpatch(model)
+    assert found[0] == found[1]
+
+
 def test_a_row_that_ended_keeps_what_it_held_when_others_are_cut():
     model, rows = llama(), prompts((60, 30))
-    tokens = [[5, 6, EOS], list(range(2, 60))]
+    # It ends with 29 of 30; by the host's count it is cut to 15 at the next step, and has 21 when the other one is cut.
+    fed = 14
+    tokens = [[5 + place for place in range(fed)] + [EOS], list(range(2, 60))]
     batch = left_padded(rows)
     policy = resolve("knorm").replace(prefill="knorm", grows=True, interval=0.5)
     budget = kvpatch.Budget(0.5, min_budget=1)
@@ -252,9 +275,9 @@ def test_a_row_that_ended_keeps_what_it_held_when_others_are_cut():
         watcher = Watcher(handle.retained)
         more = {"max_new_tokens": 40, "logits_processor": [Forced(tokens, batch["input_ids"].shape[1])]}
         run(model, batch, streamer=watcher, eos_token_id=EOS, **more)
-    ended = retained_sets(watcher.seen[2], 0)
-    assert all(retained_sets(later, 0) == ended for later in watcher.seen[2:])
-    assert len(ended[0][0]) == 15 + 2
+    ended = retained_sets(watcher.seen[fed], 0)
+    assert all(retained_sets(later, 0) == ended for later in watcher.seen[fed:])
+    assert len(ended[0][0]) == 15 + fed
 
 
 @pytest.mark.parametrize("settings", [{}, {"eos_token_id": list(range(2, 12))}], ids=["greedy", "eos"])

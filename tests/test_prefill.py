@@ -581,10 +581,12 @@ def test_a_reading_for_methods_of_several_windows_serves_each():
     policies = [kvpatch.Policy(prefill=one, grows=True, interval=4, coupling="per_head") for one in methods]
     with kvpatch.patched(model, "full", compile=False) as handle:
         source = handle.read(ids, policies=policies[1:])  # of bounds nothing is noted
-        said = [model.generate(ids, **more, **{handle.keyword: source.fork(one, budget=14)}) for one in policies]
-    for one, tokens in zip(policies, said, strict=True):
-        with kvpatch.patched(model, one, budget=14, compile=False):
+        forks = [source.fork(one, budget=14) for one in policies]
+        said = [model.generate(ids, **more, **{handle.keyword: fork}) for fork in forks]
+    for one, fork, tokens in zip(policies, forks, said, strict=True):
+        with kvpatch.patched(model, one, budget=14, compile=False) as handle:
             assert torch.equal(model.generate(ids, **more), tokens)
+            assert torch.equal(handle.retained(), fork.retained())
 
 
 def test_layers_of_unlike_budgets_have_slots_of_their_own():
@@ -613,11 +615,24 @@ def test_layers_of_unlike_budgets_have_slots_of_their_own():
                 said.append(logits.argmax(-1))
                 logits = model(said[-1][:, None], **{handle.keyword: own}).logits[:, -1]
         assert torch.equal(torch.cat(said), expected[0, -new:])
+        assert len(set(own.current.capacities)) == 3
         for lengths in ((50, 31), (200, 120), (400, 310)):  # over the buffers of the call before
             again = left_padded(prompts(lengths))
             fresh = kvpatch.SlotCache(model.config, policy, budget=100)
             alone = model.generate(**again, **more, **{handle.keyword: fresh})
             assert torch.equal(model.generate(**again, **more), alone)
+
+
+def test_layers_of_unlike_sizes_share_their_graphs():
+    model = llama(dtype=torch.float32)
+    policy = kvpatch.Policy("mine", prefill=table([10, 1, 3]), grows=True, coupling="per_layer")
+    budget, more = kvpatch.Budget(0.25, min_budget=16), {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    long, short = (torch.tensor(prompts((length,))) for length in (1600, 60))
+    with kvpatch.patched(model, policy, budget=budget) as handle:
+        for ids in (long, short, long):
+            model.generate(ids, **more)
+            assert len(set(handle._cache.current.capacities)) == 3
+        assert handle.stats.recompiles == 0
 
 
 @pytest.mark.parametrize(
