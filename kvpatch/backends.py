@@ -20,12 +20,14 @@ class Backend(NamedTuple):
     attend: (policy, scorers, scored, window) -> the function for `LayerSlots.attend`, as `slots.make_attend`; one
         object per arguments.
     begin: (ledger, policy), as `slots.begin`.   finish: (ledger, policy, scored), as `slots.finish`.
+    paged: for `LayerSlots.attend` where slots lie in pages, at a step that does not score; None: it can't.
     """
 
     name: str
     attend: Callable
     begin: Callable
     finish: Callable
+    paged: Callable | None = None
 
 
 @functools.cache
@@ -37,9 +39,9 @@ def backend(name: str, site: attention.Site) -> Backend:
         def attend(policy, scorers, scored, window):
             return slots.make_attend(policy, scorers, decode, scored, window)
 
-        return Backend(name, attend, slots.begin, slots.finish)
+        return Backend(name, attend, slots.begin, slots.finish, slots.make_paged(attention.PAGED[name]))
     if name == "triton":
-        return Backend(name, _fused, _begin, _finish)
+        return Backend(name, _fused, _begin, _finish, _fused_pages)
     capability = torch.cuda.get_device_capability(site.device) if site.device.type == "cuda" else None
     which = attention.flash.version(capability)
 
@@ -106,6 +108,13 @@ def _fused(policy: Policy, scorers: tuple, scored: tuple[int, ...], window: int 
         return output
 
     return attend
+
+
+def _fused_pages(of_layer: slots.LayerSlots, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    from kvpatch.attention import triton
+
+    places = (of_layer.pages.table, of_layer.free, of_layer.length, of_layer.active)
+    return triton.attend_pages(q, k, v, of_layer.keys, of_layer.values, *places, scale)
 
 
 @functools.cache

@@ -89,7 +89,7 @@ class SlotCache(Cache):
         self.leaving: list[int | None] = []  # how many leave at once when a row is full, None: one at a time
         self.noted_from: Tensor | None = None  # [B], position of the first query that is kept
         self.scale, self.outputs = 1.0, []  # of the prompt's watch, for cuts to come
-        self.by_layer: list[int] | None = None  # as `entries`, of each layer's fullest head, where layers differ
+        self.counts: list[list[int]] | None = None  # as `entries`, of each layer and head, where they differ
         self.fed: Tensor | None = None  # tokens consumed [B, columns], where they are known
         self.planned = 0  # slots that this generation needs, 0 while unknown
         self.expect_prompt = False  # a block of one token is still prompt
@@ -119,6 +119,7 @@ class SlotCache(Cache):
             self.attends = {kind: slots.noting(attend) for kind, attend in self.attends.items()}
         if self.compact:
             self.attends = {kind: compact.compacting(attend) for kind, attend in self.attends.items()}
+        self.paged = self.backend.paged
         self._heads = [self._head_weights(layer) for layer in range(len(self.layers))]
 
     def _shape(self, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> slots.Shape:
@@ -234,7 +235,7 @@ class SlotCache(Cache):
             self.choose_backend(site_of(self.config, k.device, k.dtype, k.shape[3]))
             self.shape = self._shape(k.shape[1], k.shape[3], k.dtype, k.device)
             self.current = self._buffers(k.shape[0], max(end, self.columns_expected()) + 1)
-        elif min(self.current.capacities) <= end:
+        elif self.current.capacity <= end:
             self._grow(end + 1)
         self.current.add_layer(layer)
         self.note_bytes()
@@ -319,7 +320,7 @@ class SlotCache(Cache):
         kept = self.kept
         if kept is not None and (kept.batch != batch or kept.shape != self.shape):
             self.drop_kept()
-        elif kept is not None and min(kept.capacities) >= whole:
+        elif kept is not None and kept.pages is None and kept.capacity >= whole:
             return kept
         if self.planned >= needed:  # nothing large will be cut: prefill straight into the slots
             self.drop_kept()
@@ -377,12 +378,27 @@ class SlotCache(Cache):
             if empty:
                 self.phase, self.current, self.state = "empty", None, None
 
-    def allocate(self, batch: int, needed: int, by_layer: list[int] | None = None) -> slots.Buffers:
-        """Buffers with room for so many slots, or for so many of each layer."""
-        if by_layer is None:
-            return slots.Buffers(self.shape, batch, slots.round_up(needed))
-        rounded = [slots.round_up(one) for one in by_layer]
-        return slots.Buffers(self.shape, batch, max(rounded), rounded)
+    def allocate(self, batch: int, needed: int) -> slots.Buffers:
+        """Buffers with room for so many slots of every row, layer and head."""
+        return slots.Buffers(self.shape, batch, slots.round_up(needed))
+
+    def bring_to(self, needed: int) -> slots.Buffers:
+        """The buffers to decode in, for so many slots of the fullest: the kept ones where they fit.
+
+        Where layers or heads hold unlike numbers of entries they are in pages, for those and what may come.
+        """
+        kept, room = self.kept, self.ahead + 1
+        if self.counts is None:
+            if kept is None or kept.pages is not None or kept.capacity < needed:
+                self.drop_kept()
+                self.kept = self.allocate(self.current.batch, needed)
+        elif kept is not None and kept.fits(self.counts, room):
+            kept.assign(self.counts, room)
+        else:
+            self.drop_kept()
+            most = slots.round_up(needed)
+            self.kept = slots.Buffers(self.shape, self.current.batch, most, self.counts, room)
+        return self.kept
 
     def note_bytes(self, *more: slots.Buffers) -> None:
         self.stats.note_bytes(self._live_bytes(*more))
@@ -435,7 +451,8 @@ class SlotCache(Cache):
         self.step += 1
         self.scores = self.scores_at(self.step)
         n = self.make_room(self.step)
-        self.state.read(n, None if self.by_layer is None else [count + self.step for count in self.by_layer])
+        own = self.current.pages
+        self.state.read(n, None if own is None else [one.read(self.step) for one in own])
         self.admit()
 
     def admit(self) -> None:
@@ -447,7 +464,8 @@ class SlotCache(Cache):
 
     def read_all(self) -> None:
         """Steps read up to the capacity: kernels stop at each row's length, and one captured run serves all lengths."""
-        self.state.read(self.current.capacity, None if self.by_layer is None else self.current.capacities)
+        own = self.current.pages
+        self.state.read(self.current.capacity, None if own is None else [one.total for one in own])
 
     def scores_at(self, step: int) -> bool:
         """Whether decode step `step` scores."""
@@ -456,8 +474,7 @@ class SlotCache(Cache):
     def make_room(self, step: int) -> int:
         """Have the slots that decode step `step` reads of the longest row; how many."""
         n = max(slots_read(length, limit, step, leaving) for length, limit, leaving in self.rows)
-        needed = [n] if self.by_layer is None else [count + step for count in self.by_layer]
-        if any(one > held for one, held in zip(needed, self.current.capacities, strict=False)):
+        if n > self.current.capacity or (self.current.pages is not None and step > self.current.room):
             self._grow(n)
         return n
 
@@ -487,14 +504,16 @@ class SlotCache(Cache):
         """One layer's tensors for the current decode step; None while the prompt is read."""
         if self.phase != "decode":
             return None
+        current, pages = self.current, None
         attend = self.attends[self._scored[layer] if self.scores else (), self.windows[layer]]
+        if current.pages is not None:
+            attend, pages = self.paged, current.pages[layer].map
         heads = self._heads[layer] if self.scores else None
-        current = self.current
         queries = current.queries[layer] if current.queries else None
         bounds = current.bounds[layer] if current.bounds else None
         turned = (current.anchors[layer], current.turns) if self.compact else (None, None)
         return slots.LayerSlots(
-            *self.state.views[layer], self.state.indexes[layer], heads, attend, queries, *turned, bounds
+            *self.state.views[layer], self.state.indexes[layer], heads, attend, queries, *turned, bounds, pages
         )
 
     def set_active(self, active: Tensor) -> None:
@@ -535,8 +554,13 @@ class SlotCache(Cache):
         old = self.current
         limits = [limit for limit in self.limits if limit is not None]
         most = max(limits) + 1 if limits and len(limits) == len(self.limits) else 2 * old.capacity
-        more = None if self.by_layer is None else [2 * one for one in old.capacities]
-        new = self.allocate(old.batch, max(needed, old.capacity, min(2 * old.capacity, most)), more)
+        wanted = slots.round_up(max(needed, old.capacity, min(2 * old.capacity, most)))
+        more: tuple = ()
+        if old.pages is not None:  # as many more as are held on average, so that all of it doubles
+            held = [count for heads in self.counts for count in heads]
+            room = 2 * self.step + sum(held) // len(held)
+            wanted, more = slots.round_up(max(held) + room), (self.counts, room)
+        new = slots.Buffers(self.shape, old.batch, wanted, *more)
         moving.move(old, new, lambda: self.note_bytes(new))
         if self.phase == "decode":
             self.kept = new  # while a prompt is read, larger buffers are cut from, and the kept ones cut into

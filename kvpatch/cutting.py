@@ -46,7 +46,7 @@ def by_method(cache, valid: Tensor) -> None:
     cache.entries = fullest.tolist()
     cache.state.entries.copy_(fullest)
     if not rule.even and not any(cache.windows):  # a window is told by places, which bookkeeping and keys must share
-        cache.by_layer = counts.amax((1, 2)).tolist()
+        cache.counts = counts.amax(1).expand(-1, shape.kv_heads).tolist()
     _bring(cache, selection.kept_order(keep, max(cache.entries)), counts, cache.room(cache.entries))
     if cache.recuts:
         _remember(cache, bounds)
@@ -194,13 +194,8 @@ def _bring(cache, order: Tensor, counts: Tensor, needed: int) -> None:
         needed: slots that the generation needs.
     """
     source, target = cache.current, cache.current
-    by_layer = None if cache.by_layer is None else [1 + count + cache.ahead for count in cache.by_layer]
     if source is not cache.kept:
-        wanted = by_layer or [needed] * cache.shape.layers
-        if cache.kept is None or any(one < other for one, other in zip(cache.kept.capacities, wanted, strict=True)):
-            cache.drop_kept()
-            cache.kept = cache.allocate(source.batch, needed, by_layer)
-        target = cache.kept
+        target = cache.bring_to(needed)
     moving.cut(source, target, order, cache.note_bytes)
     cache.state.shorten(counts)
     cache.current = target

@@ -17,7 +17,7 @@ from kvpatch import slots
 from kvpatch.cache import SlotCache
 from kvpatch.linear import replace_linears
 from kvpatch.patches import Parts
-from kvpatch.replay import Tape, symbols_of
+from kvpatch.replay import Tape, lengths_of
 from kvpatch.stats import Stats
 
 _NUMBERS = itertools.count()
@@ -92,7 +92,7 @@ class Decoder:
 
         self.stats.compiles += 1
         replace_linears(graph)
-        return self._tape.wrap(compile_fx(graph, inputs), symbols_of(graph))
+        return self._tape.wrap(compile_fx(graph, inputs), lengths_of(graph))
 
     def step(self, cache: SlotCache, tokens: Tensor, *, logits: bool = True) -> Tensor:
         """Feed one token a row.

@@ -177,7 +177,7 @@ class Runner:
     def _key(self, cache, run, ending) -> Hashable:
         # The decoder's are the integers that follow from policy and model, such as a window.
         buffers = cache.decoded_in
-        return run, buffers.batch, tuple(buffers.capacities), None if ending is None else ending.key
+        return run, buffers.batch, buffers.layout, None if ending is None else ending.key
 
     def _steps(self, cache, run: Run, ending: Ending | None, desk: Desk) -> None:
         """The run's steps, on the device alone: what is captured."""

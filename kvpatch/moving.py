@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kvpatch import pages
 from kvpatch.slots import Buffers
 
 
@@ -54,17 +55,20 @@ def cut(source: Buffers, target: Buffers, order: Tensor, note: Callable[[], None
     """Bring the entries that stay to the first slots of the target; the source gives its layers back on the way.
 
     Args:
-        source, target: mutated; may be the same.
+        source, target: mutated; may be the same. The source has no pages, the target may.
         order: [Lc, B, Gc, m] int64, slots that stay.
         note: called while both hold one layer, for the count of bytes.
     """
     shape, size = source.shape, order.shape[-1]
     every_head = order.expand(-1, -1, shape.kv_heads, -1)
     for layer in range(shape.layers):
-        chosen = every_head[layer if shape.ranked_layers > 1 else 0][..., : target.capacities[layer]]
+        chosen = every_head[layer if shape.ranked_layers > 1 else 0]
         target.add_layer(layer)
         for old, new in ((source.keys, target.keys), (source.values, target.values)):
-            new[layer][:, :, : chosen.shape[-1]] = gathered(old[layer], chosen)
+            if target.pages is None:
+                new[layer][:, :, :size] = gathered(old[layer], chosen)
+            else:
+                new[layer].copy_(pages.gather(old[layer], chosen, target.pages[layer].map))
         note()
         if target is not source:
             _take_notes(source, target, layer)
@@ -78,14 +82,16 @@ def cut(source: Buffers, target: Buffers, order: Tensor, note: Callable[[], None
 
 
 def move(source: Buffers, target: Buffers, note: Callable[[], None]) -> None:
-    """Bring everything to larger buffers; layers that the source lacks are left out."""
+    """Bring everything to larger buffers, in pages if the source's is; layers that the source lacks are left out."""
     for layer in range(source.shape.layers):
         if source.keys[layer] is None:
             continue
         target.add_layer(layer)
-        held = source.capacities[layer]
-        target.keys[layer][:, :, :held] = source.keys[layer]
-        target.values[layer][:, :, :held] = source.values[layer]
+        for old, new in ((source.keys, target.keys), (source.values, target.values)):
+            if source.pages is None:
+                new[layer][:, :, : source.capacity] = old[layer]
+            else:
+                pages.scatter(old[layer], source.pages[layer], new[layer], target.pages[layer])
         note()
         _take_notes(source, target, layer)
         source.drop_layer(layer)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx
 
-INDEX = 3  # place of the slots' index among what changes
+LENGTH = 4  # place of the number of slots read among what changes
 
 
 class Call(NamedTuple):
@@ -23,11 +23,18 @@ class Call(NamedTuple):
     changing: dict[int, int]  # place among the arguments -> place among (hidden, cos, sin, index, n)
 
 
-def symbols_of(graph: fx.GraphModule) -> list:
-    """For each argument of a graph: of an integer or a vector's length the symbol that stands for it, else None."""
-    examples = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
-    sizes = [one.shape[0] if isinstance(one, Tensor) and one.ndim == 1 else one for one in examples]
-    return [size.node.expr if isinstance(size, torch.SymInt) else None for size in sizes]
+def lengths_of(graph: fx.GraphModule) -> list[bool]:
+    """For each argument of a graph whether it is the number of slots that are read: the length of the slots' index.
+
+    The index itself may be no argument: code that asks for nothing but its length is given that alone.
+    """
+    found = []
+    for node in graph.graph.find_nodes(op="placeholder"):
+        one = node.meta["example_value"]
+        sources = one.node.shape_env.var_to_sources.get(one.node.expr, ()) if isinstance(one, torch.SymInt) else ()
+        names = [source.name if isinstance(source.name, str) else source.name() for source in sources]
+        found.append(any(name.endswith(".index.size()[0]") for name in names))
+    return found
 
 
 class Tape:
@@ -41,13 +48,13 @@ class Tape:
         self._recording: list[Call] | None = None
         self._ran: tuple | None = None
 
-    def wrap(self, code: Callable, symbols: Sequence) -> Callable:
-        """Compiled code that says what it was called with while a step is recorded; symbols as `symbols_of`."""
+    def wrap(self, code: Callable, lengths: Sequence[bool]) -> Callable:
+        """Compiled code that says what it was called with while a step is recorded; lengths as `lengths_of`."""
 
         def noting(*arguments):
             outputs = code(*arguments)
             if self._recording is not None:
-                self._ran = (code, arguments, outputs, symbols)
+                self._ran = (code, arguments, outputs, lengths)
             return outputs
 
         return noting
@@ -81,12 +88,9 @@ class Tape:
         if ran is None or not isinstance(ran[2], (tuple, list)) or result is not ran[2][0]:
             self._recording.append(None)  # not one piece of code with one result: such a step is not repeated
             return result
-        code, given, _, symbols = ran
+        code, given, _, lengths = ran
         places = {at: index for at, value in enumerate(given) for index, one in enumerate(changing) if value is one}
-        n = next((symbols[at] for at, index in places.items() if index == INDEX), None)
-        for at, value in enumerate(given):
-            if n is not None and isinstance(value, int) and symbols[at] == n:
-                places[at] = INDEX + 1
+        places |= {at: LENGTH for at, is_length in enumerate(lengths) if is_length}
         self._recording.append(Call(code, list(given), places))
         return result
 

@@ -8,13 +8,14 @@ them is free, the last victim; a growing row's free slot is the one behind its l
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvpatch import aggregation, scoring, selection
+from kvpatch import aggregation, pages, scoring, selection
+from kvpatch.pages import Map
 from kvpatch.policy import Policy
 from kvpatch.ranking import Ranking
 
@@ -34,6 +35,8 @@ class LayerSlots(NamedTuple):
     anchors, turns: [B, G, S, D] keys of the sinks as they came, [2, B, D] cos and sin by which they are turned now;
         None where positions are those of the text.
     bounds: [B, H, w], as of `compression.prompt.Prompt`, in the order of queries; None where they are not wanted.
+    pages: where the slots lie if keys and values are [B, P, page, D], of which the index tells those that a step
+        reads; None where they are as above.
     """
 
     keys: Tensor
@@ -51,6 +54,7 @@ class LayerSlots(NamedTuple):
     anchors: Tensor | None = None
     turns: Tensor | None = None
     bounds: Tensor | None = None
+    pages: Map | None = None
 
 
 def layer_rule(policy: Policy, ranking: Ranking) -> str:
@@ -84,6 +88,26 @@ def make_attend(
         for number in scored:
             score(slots, policy, number, rankings[number], scorers[number], weights, valid)
         return output
+
+    return attend
+
+
+@functools.cache
+def make_paged(decode: Callable) -> Callable:
+    """The attention of one layer whose slots lie in pages, at a step that does not score.
+
+    Args:
+        decode: as `kvpatch.attention.packed.decode_pages`.
+    """
+
+    def attend(slots: LayerSlots, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        batch, groups = k.shape[:2]
+        rows, heads = torch.arange(batch, device=k.device)[:, None], torch.arange(groups, device=k.device)[None]
+        free = slots.free.expand(batch, groups)
+        page, place = slots.pages.table[heads, free // pages.SIZE], free % pages.SIZE
+        slots.keys[rows, page, place] = k[:, :, 0]
+        slots.values[rows, page, place] = v[:, :, 0]
+        return decode(q, slots.keys, slots.values, slots.pages, slots.length, slots.index, scale)
 
     return attend
 
@@ -284,25 +308,32 @@ class Books(NamedTuple):
 
 
 class Buffers:
-    """Keys, values and per-slot bookkeeping of one capacity, or keys and values of one for each layer.
+    """Keys, values and per-slot bookkeeping of one capacity, or keys and values in pages.
 
     Args:
-        by_layer: capacities below the bookkeeping's; None: that one.
+        counts: for each layer entries of each KV head, of the fullest row; None: no pages.
+        room: slots that each head has pages for beside those.
 
-    index: [C] int64, 0..C-1.   books: as `Books`.
+    index: [C] int64, 0..C-1; of pages, if a layer has more of them.   books: as `Books`.   pages: per layer or None.
 
     queries, bounds, anchors: per layer, as in `LayerSlots`; none where they are not wanted.
     turns: as in `LayerSlots`.
 
-    keys, values: per layer [B, G, C, D], None before `add_layer` and after `drop_layer`, so that a move from one
-        capacity to another holds both for one layer at a time only.
+    keys, values: per layer [B, G, C, D] or in pages [B, P, page, D]; None before `add_layer` and after `drop_layer`, so
+        that a move from one capacity to another holds both for one layer at a time only.
     utility, pending, positions: as in `Ledger`.
     """
 
-    def __init__(self, shape: "Shape", batch: int, capacity: int, by_layer: list[int] | None = None):
+    def __init__(
+        self, shape: "Shape", batch: int, capacity: int, counts: Sequence[Sequence[int]] | None = None, room: int = 0
+    ):
         capacity = max(capacity, shape.sinks)  # sinks have a slot each, also of a shorter prompt
         self.shape, self.batch, self.capacity = shape, batch, capacity
-        self.capacities = [capacity] * shape.layers if by_layer is None else by_layer
+        self.pages: list[pages.Pages] | None = None
+        if counts is not None:
+            totals = [pages.number(one, room) for one in counts]
+            self.pages = [pages.Pages(total, shape.kv_heads, shape.device) for total in totals]
+            self.assign(counts, room)
         self.keys: list[Tensor | None] = [None] * shape.layers
         self.values: list[Tensor | None] = [None] * shape.layers
         accumulated = torch.promote_types(shape.dtype, torch.float32)
@@ -311,7 +342,8 @@ class Buffers:
         self.positions = torch.zeros(*lead, capacity, dtype=torch.int64, device=shape.device)
         uniform = capacity if shape.uniform else 0
         self.pending = torch.zeros(shape.rankings, 1, batch, 1, uniform, dtype=accumulated, device=shape.device)
-        self.index = torch.arange(capacity, device=shape.device)
+        most = max([capacity, *(one.total for one in self.pages or ())])
+        self.index = torch.arange(most, device=shape.device)
         self.books = Books.of(shape, batch)
         self.turns = torch.zeros(2, batch, shape.head_dim, dtype=accumulated, device=shape.device)
 
@@ -328,11 +360,30 @@ class Buffers:
         """What is kept beside the slots, each a list over layers or empty, rows first."""
         return self.queries, self.bounds, self.anchors
 
+    def assign(self, counts: Sequence[Sequence[int]], room: int) -> None:
+        """Give every head pages; see `Pages.assign`."""
+        self.room = room
+        for own, needed in zip(self.pages, counts, strict=True):
+            own.assign(needed, room)
+
+    def fits(self, counts: Sequence[Sequence[int]], room: int) -> bool:
+        """Whether there are pages for so many entries and so many more."""
+        if self.pages is None or self.capacity < max(map(max, counts)) + room:
+            return False
+        return all(pages.number(some, room) <= own.total for own, some in zip(self.pages, counts, strict=True))
+
+    @property
+    def layout(self) -> Hashable:
+        """What of these buffers' shapes is not in their `Shape` and the number of rows."""
+        return self.capacity, None if self.pages is None else tuple(one.total for one in self.pages)
+
     def add_layer(self, layer: int) -> None:
         """Allocate one layer, unless it is there."""
         if self.keys[layer] is None:
             shape = self.shape
-            size = (self.batch, shape.kv_heads, self.capacities[layer], shape.head_dim)
+            size = (self.batch, shape.kv_heads, self.capacity, shape.head_dim)
+            if self.pages is not None:
+                size = (self.batch, self.pages[layer].total, pages.SIZE, shape.head_dim)
             # Zeros, not empty: a slot that no row has written is multiplied by a weight of 0 and must be finite.
             self.keys[layer] = torch.zeros(size, dtype=shape.dtype, device=shape.device)
             self.values[layer] = torch.zeros(size, dtype=shape.dtype, device=shape.device)
@@ -351,7 +402,8 @@ class Buffers:
     def nbytes(self) -> int:
         """Bytes allocated now."""
         notes = [tensor for some in self.notes for tensor in some]
-        tensors = [*self.keys, *self.values, *notes, self.utility, self.positions, self.pending]
+        maps = [tensor for own in self.pages or () for tensor in own.map]
+        tensors = [*self.keys, *self.values, *notes, *maps, self.utility, self.positions, self.pending]
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 

@@ -21,7 +21,7 @@ class State:
     Attributes:
         free, length: [Lc, B, Gc] int64.   newest: [B] int64.   active: [B] bool.   ledger: `slots.Ledger`.
         views: per layer the tensors of `slots.LayerSlots` before the index; another list whenever a buffer changes.
-        indexes: per layer the slots that the current step reads.
+        indexes: per layer the slots, or pages, that the current step reads.
     """
 
     def __init__(self, buffers: slots.Buffers, rows: Rows, entries: Tensor, window: int | None):
@@ -52,7 +52,8 @@ class State:
         for layer in range(shape.layers):
             own = layer if shape.ranked_layers > 1 else 0
             slotted = (buffers.keys[layer], buffers.values[layer], target[:, own], buffers.positions[own])
-            for tensor, slots_at, rows_at in zip(slotted, (2, 2, 3, 2), (0, 0, 1, 0), strict=True):
+            places = 2 if buffers.pages is None else 1
+            for tensor, slots_at, rows_at in zip(slotted, (places, places, 3, 2), (0, 0, 1, 0), strict=True):
                 slots.mark_dynamic(tensor, slots_at, rows_at if several else None)
             self.views.append((*slotted, self.free[own], self.length[own], self.newest, self.active))
             for tensor in self.views[-1][4:6]:
@@ -62,6 +63,8 @@ class State:
         for tensor in (one for notes in buffers.notes for one in notes):
             slots.mark_dynamic(tensor, None, 0 if several else None)
         slots.mark_dynamic(buffers.turns, None, 1 if several else None)
+        for tensor in (one for own in buffers.pages or () for one in own.map):
+            slots.mark_dynamic(tensor, tensor.ndim - 1, None)
         self.ledger = slots.Ledger(
             buffers.utility,
             buffers.pending,
@@ -85,7 +88,7 @@ class State:
         self.views = []
 
     def read(self, n: int, by_layer: list[int] | None = None) -> None:
-        """The next step reads the first n slots, or so many of each layer, of which n is the largest number."""
+        """The next step reads the first n slots, of their keys and values so many pages of each layer if given."""
         if n != self.ledger.index.shape[0]:
             self.ledger = self.ledger._replace(index=self._first(n))
         if by_layer is not None:

@@ -589,52 +589,6 @@ def test_a_reading_for_methods_of_several_windows_serves_each():
             assert torch.equal(handle.retained(), fork.retained())
 
 
-def test_layers_of_unlike_budgets_have_slots_of_their_own():
-    """Also when they grow, and when the next prompt shares its budget out otherwise."""
-    model, rows = llama(), prompts((400, 310))
-    batch, new = left_padded(rows), 90
-    policy = kvpatch.Policy("mine", prefill=table([10, 1, 3]), grows=True, coupling="per_layer")
-    with kvpatch.patched(model, policy, budget=100, compile=False) as handle:
-        more = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None}
-        told = kvpatch.SlotCache(model.config, policy, budget=100, max_new_tokens=new)
-        expected = model.generate(**batch, **more, **{handle.keyword: told})
-        counts = (told.retained() >= 0).sum(-1).amax((1, 2)).tolist()
-        assert counts[0] > 3 * counts[2] - 2 * new and len(set(counts)) == 3
-        assert told.current.capacities == [64 * -(-(count + 1) // 64) for count in counts]
-        one = 2 * 2 * 2 * model.config.head_dim * 8  # keys and values of two rows and heads in float64
-        assert told.used_bytes == one * sum(counts) - one // 2 * sum(
-            (told.retained()[layer, 0, 0] >= 0).sum().item() - (told.retained()[layer, 1, 0] >= 0).sum().item()
-            for layer in range(3)
-        )
-        assert told.used_bytes < told.nbytes < one * 3 * max(told.current.capacities)
-        own = kvpatch.SlotCache(model.config, policy, budget=100)  # which has to grow
-        with torch.no_grad():
-            logits = model(torch.tensor(rows[:1]), **{handle.keyword: own}).logits[:, -1]
-            said = []
-            for _ in range(new):
-                said.append(logits.argmax(-1))
-                logits = model(said[-1][:, None], **{handle.keyword: own}).logits[:, -1]
-        assert torch.equal(torch.cat(said), expected[0, -new:])
-        assert len(set(own.current.capacities)) == 3
-        for lengths in ((50, 31), (200, 120), (400, 310)):  # over the buffers of the call before
-            again = left_padded(prompts(lengths))
-            fresh = kvpatch.SlotCache(model.config, policy, budget=100)
-            alone = model.generate(**again, **more, **{handle.keyword: fresh})
-            assert torch.equal(model.generate(**again, **more), alone)
-
-
-def test_layers_of_unlike_sizes_share_their_graphs():
-    model = llama(dtype=torch.float32)
-    policy = kvpatch.Policy("mine", prefill=table([10, 1, 3]), grows=True, coupling="per_layer")
-    budget, more = kvpatch.Budget(0.25, min_budget=16), {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
-    long, short = (torch.tensor(prompts((length,))) for length in (1600, 60))
-    with kvpatch.patched(model, policy, budget=budget) as handle:
-        for ids in (long, short, long):
-            model.generate(ids, **more)
-            assert len(set(handle._cache.current.capacities)) == 3
-        assert handle.stats.recompiles == 0
-
-
 @pytest.mark.parametrize(
     ("given", "words"),
     [

@@ -120,3 +120,17 @@ def test_a_prompt_that_needs_more_room_does_not_keep_the_old_buffers(patched):
     finally:
         handle._cache.budget = kept
     assert seen[-1]
+
+
+def test_kernels_that_are_given_the_length_alone_get_that_of_each_step(monkeypatch):
+    """The fused back end does not read the slots' index, so its length alone is an argument of the compiled code."""
+    from kvpatch.attention import triton
+
+    model, settings = llama(dtype=torch.float32, layers=2), {"budget": 40, "graphs": False}
+    monkeypatch.setattr(triton, "_BLOCK_SCORES", 16)  # slots are scored up to that length in blocks
+    utility = []
+    for backend in ("packed", "triton"):
+        with kvpatch.patched(model, "inertia", backend=backend, **settings) as handle:
+            run(model, (14,), max_new_tokens=24)
+            utility.append(handle._cache.current.utility[..., :36].clone())
+    torch.testing.assert_close(*utility)

@@ -67,7 +67,7 @@ def assert_utility(utility, expected, step, scored: bool = True) -> None:
 def divisions(case: dict, step) -> int:
     """Into how many parts the first kernel divides a row."""
     config = configs.config_for(case["queries"], case["width"], case["dtype"].itemsize)
-    return triton._splits(step.q, step.keys, step.n, config)
+    return triton._splits(step.q, step.keys.shape[1], step.n, config)
 
 
 @SPLITS

@@ -12,6 +12,7 @@ from kvpatch.scoring import pool
 
 # What needs only the slots and gives weights: (q, keys, values, valid, scale) -> (output, weights).
 PLAIN = {"packed": packed.decode, "reference": reference.decode}
+PAGED = {"packed": packed.decode_pages, "reference": reference.decode_pages}
 NAMES = (*PLAIN, "triton", "flash")
 
 

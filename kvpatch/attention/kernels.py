@@ -65,6 +65,7 @@ def attend(
     ACTIVE,
     POSITIONS,
     NEWEST,
+    TABLE,
     OUT,
     PARTIAL,
     LSE,
@@ -73,6 +74,7 @@ def attend(
     NORM_SUMS,
     scale2,
     capacity,
+    table_head,
     splits,
     window,
     groups,
@@ -95,8 +97,12 @@ def attend(
     VNORM: tl.constexpr,
     WINDOW: tl.constexpr,
     SPLIT: tl.constexpr,
+    PAGE: tl.constexpr,
 ):
     """One split of one row's slots for one KV head; grid (S, G, B).
+
+    With PAGE > 0 keys and values are [B, P, PAGE, D], capacity is P * PAGE, and slot s of a head is place s % PAGE of
+    page TABLE[head, s // PAGE]; nothing is scored.
 
     The new key and value go to the free slot of the row (WRITES), by the program whose split holds it. It does not read
     them back: the new token is where its softmax begins, and the free slot is left out of the loop.
@@ -121,8 +127,10 @@ def attend(
     places = wide_row * q_row + heads[:, None].to(tl.int64) * q_head + slot_d[None, :]
     q = tl.load(Q + places, mask=in_r[:, None] & in_d[None, :], other=0.0)
     pair = (row * groups + group).to(tl.int64)
-    keys, values = KEYS + pair * capacity * D, VALUES + pair * capacity * D
+    unit = wide_row if PAGE else pair
+    keys, values = KEYS + unit * capacity * D, VALUES + unit * capacity * D
     logits = LOGITS + (pair * R + slot_r) * capacity
+    table = TABLE + group * table_head
 
     m = tl.full([BLOCK_R], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_R], tl.float32)
@@ -141,8 +149,11 @@ def attend(
         l = tl.where(holds, 1.0, l)
         acc = tl.where(holds, v_new.to(tl.float32)[None, :], acc)
         written = slot_d < tl.where(holds, D, 0)
-        tl.store(keys + free.to(tl.int64) * D + slot_d, k_new, mask=written)
-        tl.store(values + free.to(tl.int64) * D + slot_d, v_new, mask=written)
+        home = free.to(tl.int64)
+        if PAGE:
+            home = tl.load(table + free // PAGE) * PAGE + free % PAGE
+        tl.store(keys + home * D + slot_d, k_new, mask=written)
+        tl.store(values + home * D + slot_d, v_new, mask=written)
         if VNORM:
             own_norm = _norm(v_new, 0)
             norm_sum = tl.where(holds, own_norm, 0.0)
@@ -153,7 +164,10 @@ def attend(
     for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         slot = start + tl.arange(0, BLOCK_N)
         inside = slot < end
-        k = tl.load(keys + slot[None, :] * D + slot_d[:, None], mask=inside[None, :] & in_d[:, None], other=0.0)
+        lies = slot
+        if PAGE:
+            lies = tl.load(table + slot // PAGE, mask=inside, other=0).to(tl.int32) * PAGE + slot % PAGE
+        k = tl.load(keys + lies[None, :] * D + slot_d[:, None], mask=inside[None, :] & in_d[:, None], other=0.0)
         x = _dot(q, k, PRECISION) * scale2
         valid = inside & (slot != free)
         if WINDOW:
@@ -164,7 +178,7 @@ def attend(
         safe, l = _rescaled(m, l, peak)
         p = tl.exp2(x - safe[:, None])
         l += tl.sum(p, 1)
-        v = tl.load(values + slot[:, None] * D + slot_d[None, :], mask=inside[:, None] & in_d[None, :], other=0.0)
+        v = tl.load(values + lies[:, None] * D + slot_d[None, :], mask=inside[:, None] & in_d[None, :], other=0.0)
         acc = acc * tl.exp2(m - safe)[:, None]
         acc += _dot(p.to(v.dtype), v, PRECISION)
         m = peak

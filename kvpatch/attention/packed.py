@@ -29,6 +29,42 @@ def decode(q: Tensor, keys: Tensor, values: Tensor, valid: Tensor, scale: float)
     return output.view(batch, 1, heads, width), weights
 
 
+def decode_pages(q: Tensor, keys: Tensor, values: Tensor, pages, length: Tensor, index: Tensor, scale: float) -> Tensor:
+    """softmax(q k^T scale) v over the slots that each head holds, which lie in pages.
+
+    Every page by itself, then those of a head together by their log-sum-exps, as flash decoding joins its splits.
+
+    Args:
+        q: [B, H, 1, D].
+        keys, values: [B, P, S, D], finite.
+        pages: `kvpatch.pages.Map`.
+        length: [B, G] int64, or [B, 1], at least 1.
+        index: [n] int64, 0..n-1: pages that are read.
+        scale: factor of the logits.
+
+    Returns:
+        [B, 1, H, D] in q's dtype.
+    """
+    batch, heads, _, width = q.shape
+    groups, size = pages.table.shape[0], keys.shape[2]
+    accumulated = torch.promote_types(q.dtype, torch.float32)
+    count, head, start = index.shape[0], pages.head[index], pages.start[index]
+    packed = q.view(batch, groups, heads // groups, width)
+    logits = torch.matmul(packed[:, head], keys[:, :count].transpose(-1, -2)).to(accumulated) * scale
+    places = start[:, None] + torch.arange(size, device=q.device)
+    held = places < length.expand(batch, groups)[:, head][..., None]
+    logits = logits.masked_fill(~held.unsqueeze(2), -torch.inf)
+    peak = logits.amax(-1)  # [B, P, R]; -inf where a page holds nothing
+    own = head == torch.arange(groups, device=q.device)[:, None]  # [G, P]
+    highest = peak[:, None].masked_fill(~own[..., None], -torch.inf).amax(2)  # [B, G, R]
+    weights = torch.exp(logits - highest[:, head][..., None])
+    parts = torch.matmul(weights.to(values.dtype), values[:, :count]).to(accumulated)
+    own = own.to(accumulated)
+    output = torch.matmul(own, parts.flatten(2)).view(batch, groups, heads // groups, width)
+    total = torch.matmul(own, weights.sum(-1))
+    return (output / total[..., None]).to(q.dtype).view(batch, 1, heads, width)
+
+
 def window_scores(
     q: Tensor, keys: Tensor, lengths: Tensor, lse: Tensor | None, scale: float, head_pool: str, dtype: torch.dtype
 ) -> Tensor:

@@ -16,3 +16,12 @@ def decode(q: Tensor, keys: Tensor, values: Tensor, valid: Tensor, scale: float)
     output = torch.einsum("bhn,bhnd->bhd", weights, values).to(q.dtype).view(batch, 1, heads, width)
     accumulated = torch.promote_types(q.dtype, torch.float32)
     return output, weights.to(accumulated).view(batch, heads // groups, groups, -1)
+
+
+def decode_pages(q: Tensor, keys: Tensor, values: Tensor, pages, length: Tensor, index: Tensor, scale: float) -> Tensor:
+    """The same over slots in pages, brought together; arguments as `kvpatch.attention.packed.decode_pages`."""
+    batch, _, size, width = keys.shape
+    groups = pages.table.shape[0]
+    whole = [side[:, pages.table].reshape(batch, groups, -1, width) for side in (keys, values)]
+    valid = torch.arange(whole[0].shape[2], device=q.device) < length[..., None]
+    return decode(q, *whole, valid, scale)[0]

@@ -49,10 +49,10 @@ def _programs(index: int | None) -> int:
     return 4 if index is None else torch.cuda.get_device_properties(index).multi_processor_count
 
 
-def _splits(q: Tensor, keys: Tensor, n: int, config: configs.Config) -> int:
+def _splits(q: Tensor, groups: int, n: int, config: configs.Config) -> int:
     index = q.device.index if q.device.type == "cuda" else None
     programs = _programs(index) * config.resident
-    return configs.splits_for(keys.shape[0] * keys.shape[1], n, config.block, programs)
+    return configs.splits_for(q.shape[0] * groups, n, config.block, programs)
 
 
 def _power(size: int, least: int = 1) -> int:
@@ -68,12 +68,16 @@ def _precision(dtype: torch.dtype) -> str:
 class _Forward:
     """The first kernel's launch, and the tensors that it leaves for the second."""
 
-    def __init__(self, q, keys, values, length, active, n, scale, scorer, written=None, window=_ALL, places=None):
+    def __init__(
+        self, q, keys, values, length, active, n, scale, scorer, written=None, window=_ALL, places=None, table=None
+    ):
         batch, heads, _, width = q.shape
-        groups, capacity = keys.shape[1], keys.shape[2]
+        groups, capacity, page = keys.shape[1], keys.shape[2], 0
+        if table is not None:
+            groups, page, capacity = table.shape[0], keys.shape[2], keys.shape[1] * keys.shape[2]
         queries = heads // groups
         self.config = configs.config_for(queries, width, q.element_size())
-        self.splits = _splits(q, keys, n, self.config)
+        self.splits = _splits(q, groups, n, self.config)
         self.keys, self.length, self.active, self.n = keys, length, active, n
         self.own_heads, self.scorer = length.shape[1], scorer
         self.shape = {
@@ -103,6 +107,7 @@ class _Forward:
             active,
             positions,
             newest,
+            length if table is None else table,
             self.out,
             self.partial,
             self.lse,
@@ -111,6 +116,7 @@ class _Forward:
             self.norm_sums,
             scale / _LN2,
             capacity,
+            0 if table is None else table.stride(0),
             self.splits,
             window,
             groups,
@@ -130,6 +136,7 @@ class _Forward:
             VNORM=vnorm,
             WINDOW=window != _ALL,
             SPLIT=self.splits > 1,
+            PAGE=page,
             num_warps=self.config.warps,
         )
 
@@ -259,6 +266,40 @@ def attend(
 
 @attend.register_fake
 def _(q, k, v, keys, *_, **__):
+    return q.new_empty(q.shape[0], 1, q.shape[1], q.shape[3])
+
+
+@torch.library.custom_op("kvpatch::attend_pages", mutates_args=("keys", "values"))
+def attend_pages(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    free: Tensor,
+    length: Tensor,
+    active: Tensor,
+    scale: float,
+) -> Tensor:
+    """As `attend` without scores or a window, over slots in pages.
+
+    Args:
+        keys, values: [B, P, S, D] contiguous.
+        table: [G, at most P] int64, last stride 1: slot s of head g is place s % S of page table[g, s // S].
+
+    Returns:
+        [B, 1, H, D] in q's dtype.
+    """
+    with torch.cuda.device_of(q):
+        n = triton.cdiv(keys.shape[1] * keys.shape[2], table.shape[0])  # heads are alike to what the work is split by
+        forward = _Forward(q, keys, values, length, active, n, scale, "", (k, v, free), table=table)
+        forward.combine()
+        return forward.out
+
+
+@attend_pages.register_fake
+def _(q, *_, **__):
     return q.new_empty(q.shape[0], 1, q.shape[1], q.shape[3])
 
 
@@ -423,7 +464,7 @@ def _window_lse(q: Tensor, keys: Tensor, length: Tensor, scale: float) -> Tensor
     config = configs.config_for(queries, width, q.element_size())
     block_m = configs.window_rows(queries * window, q.element_size())
     tiles = triton.cdiv(queries * window, block_m)
-    splits = _splits(q, keys, n, config)
+    splits = _splits(q, keys.shape[1], n, config)
     lse = torch.empty(batch, heads, window, splits, dtype=torch.float32, device=q.device)
     kernels.window_lse[(splits, tiles * groups, batch)](
         q,

@@ -35,10 +35,12 @@ def operators(place: Place) -> dict[str, tuple]:
     ledger = (positions[None], free[None], length[None], newest, active)
     rows = [whole([n - 2, n]), whole([1, 1]), whole([2, 2]), whole([3, 3]), whole([n, n])]
     scale, ema = width**-0.5, ("mean", "ema", 0.8)
+    paged = (normal(batch, 6, 32, width), normal(batch, 6, 32, width), whole([[0, 2, 4], [1, 3, 5]]))
     window = (normal(batch, heads, 4, width), keys, length[:, 0].contiguous())
     found = {
         "attend": (q, k, v, keys, values, utility, *places, n, scale, 0, "attention", *ema),
         "attend_weights": (q, k, v, keys, values, *places, n, scale, 0),
+        "attend_pages": (q, k, v, *paged, free, length, active, scale),
         "decode": (q, keys, values, length, n, scale, "attention", "mean"),
         "pooled": (q, keys, lse, length, active, utility, n, scale, *ema),
         "window_scores": (*window, None, scale, True, "mean"),
@@ -68,7 +70,17 @@ def operator(name: str, place: Place) -> str:
     return ", ".join(found)
 
 
-OPERATORS = ("attend", "decode", "admit", "choose", "attend_weights", "flash_decode", "window_scores", "pooled")
+OPERATORS = (
+    "attend",
+    "decode",
+    "admit",
+    "choose",
+    "attend_weights",
+    "attend_pages",
+    "flash_decode",
+    "window_scores",
+    "pooled",
+)
 
 
 def scores_by_norm(place: Place) -> str:
