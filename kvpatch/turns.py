@@ -6,7 +6,7 @@ While such a prompt is read, the tokens held lie in the first slots, and the pro
 import torch
 from torch import Tensor
 
-from kvpatch import compact, moving
+from kvpatch import compact, moving, slots
 from kvpatch.rows import row_lengths
 
 
@@ -87,7 +87,8 @@ def reopen(cache) -> None:
     most = max(cache.before)
     target, needed = source, most + cache.columns_expected() + 1
     if source.capacity < needed:
-        target = cache.allocate(source.batch, needed)
+        # Between the blocks of a prompt that is read in some, these are the peak: not a slot too many.
+        target = slots.Buffers(cache.shape, source.batch, needed if cache.whole else slots.round_up(needed))
     order = moving.by_position(held, source.positions[..., : held.shape[-1]])[..., :most]
     moving.cut(source, target, order, lambda: cache.note_bytes(target))
     if cache.compact:  # the prompt's first token comes in behind what is held
