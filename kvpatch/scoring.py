@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvpatch import deletion
+
 
 class Scene(NamedTuple):
     """What a scorer sees of one layer at one decode step; B rows, G KV heads, R queries a group, n slots.
@@ -63,6 +65,11 @@ def value_mass(scene: Scene) -> Tensor:
     """a_h(i) ||v_i||_1, pooled over the group (VATP, arXiv 2406.12335)."""
     norms = scene.values.to(scene.weights.dtype).abs().sum(-1)
     return pool(scene.weights * norms.unsqueeze(2), scene.head_pool, 2).squeeze(2)
+
+
+def output_change(scene: Scene) -> Tensor:
+    """How far the head's output moves if an entry alone is deleted, pooled over the group (`kvpatch.deletion.alone`)."""
+    return pool(deletion.alone(scene.weights, scene.values.to(scene.weights.dtype)), scene.head_pool, 2).squeeze(2)
 
 
 def entropy(scene: Scene) -> Tensor:
@@ -182,6 +189,7 @@ for _function, _uses_attention in (
     (attention, True),
     (vnorm, True),
     (value_mass, True),
+    (output_change, True),
     (entropy, True),
     (keydiff, False),
     (knorm, False),

@@ -1,4 +1,4 @@
-"""What the measuring scripts here share beside `kvpatch.bench.record`."""
+"""What the scripts here share beside `kvpatch.bench.record`."""
 
 from pathlib import Path
 
@@ -31,3 +31,11 @@ def workload(dtype: str, prompt: int, policy: str, budget: float, new_tokens: in
         "budget": None if policy == "full" else budget,
         "new_tokens": new_tokens,
     }
+
+
+def markdown(head: list[str], rows: list[list[str]], figures: bool = True) -> str:
+    """A table in markdown, figures to the right."""
+    if not rows:
+        return "(not recorded yet)\n"
+    align = ["---:" if index and figures else "---" for index in range(len(head))]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (head, align, *rows))

@@ -14,6 +14,9 @@ from typing import Annotated
 
 import typer
 
+from kvpatch.profiles import run_tables
+from kvpatch.profiles._shared import markdown
+
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
 MARK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -29,14 +32,6 @@ def records(name: str, key: tuple[str, ...]) -> list[dict]:
         for row in csv.DictReader(file):
             last[tuple(row.get(part) for part in key)] = row
     return list(last.values())
-
-
-def markdown(head: list[str], rows: list[list[str]], figures: bool = True) -> str:
-    """A table in markdown, figures to the right."""
-    if not rows:
-        return "(not recorded yet)\n"
-    align = ["---:" if index and figures else "---" for index in range(len(head))]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in (head, align, *rows))
 
 
 def bench() -> str:

@@ -15,13 +15,13 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 CHOICES = {
-    "scorer": ("attention", "vnorm", "value-mass", "entropy", "keydiff", "knorm", "recency", "random"),
+    "scorer": ("attention", "vnorm", "value-mass", "output-change", "entropy", "keydiff", "knorm", "recency", "random"),
     "head_pool": ("mean", "max", "rms"),
     "aggregation": ("single", "cumulative", "ema", "peak"),
     "coupling": ("sequential", "uniform", "per_layer", "per_head"),
     "new_token": ("mean", "zero"),
 }
-USES_ATTENTION = ("attention", "vnorm", "value-mass", "entropy")
+USES_ATTENTION = ("attention", "vnorm", "value-mass", "output-change", "entropy")
 TIE = 1e-6  # relative
 BLOCK = 16  # rescue keeps the best entry of every block of this many positions
 
@@ -160,6 +160,14 @@ def random_score(seed, position):
     x = (x * 3266489917) % 2**32
     x ^= x >> 16
     return x / 2**32
+
+
+def moved(attention, values, deleted):
+    """How far sum_i a(i) v_i moves where one entry is deleted; what is left is nothing if that was the only one."""
+    whole = sum(attention[i] * values[i] for i in values)
+    left = sum(attention[i] for i in values if i != deleted)
+    rest = [attention[i] / left * values[i] for i in values if i != deleted] if left > 0 else []
+    return float((sum(rest) - whole).norm()) if rest else float(whole.norm())
 
 
 def clamped_norm(vector):
@@ -377,6 +385,7 @@ class Row:
 
         attention: pool over the group of a_h(i).  vnorm: pool of a_h(i) * ||v_i|| / mean_j ||v_j||.
         value-mass: pool of a_h(i) * sum_d |v_i[d]|.
+        output-change: pool of ||o' - o||, o' the output with i deleted and the rest normalised anew.
         entropy: the attention score times H(mean_h a_h) / log(held), one scalar of the layer.
         keydiff: -cos(k_i, mean_j k_j / ||k_j||).  knorm: -||k_i||.  recency: i.  random: hash of seed and i.
         """
@@ -401,6 +410,8 @@ class Row:
             elif scorer == "value-mass":
                 sizes = {i: sum(abs(x) for x in values[i].tolist()) for i in values}
                 scores = {i: pool([attention[h][i] * sizes[i] for h in heads], head_pool) for i in keys}
+            elif scorer == "output-change":
+                scores = {i: pool([moved(attention[h], values, i) for h in heads], head_pool) for i in keys}
             elif scorer == "keydiff":
                 centre = sum(k / clamped_norm(k) for k in keys.values()) / len(keys)
                 length = clamped_norm(centre)

@@ -15,7 +15,7 @@ import kvpatch
 from kvpatch.bench.record import append_rows
 
 AXES = {
-    "scorer": ["attention", "vnorm", "value-mass", "entropy", "keydiff", "knorm", "recency", "random"],
+    "scorer": ["attention", "vnorm", "value-mass", "output-change", "entropy", "keydiff", "knorm", "recency", "random"],
     "head_pool": ["mean", "max", "rms"],
     "aggregation": ["single", "cumulative", "ema", "peak"],
     "coupling": ["sequential", "uniform", "per_layer", "per_head"],

@@ -97,6 +97,23 @@ def test_value_mass_weighs_attention_by_the_values_absolute_sum(scene):
     check(scene, "value-mass", naive)
 
 
+@DRAWS
+@given(scenes())
+def test_output_change_is_how_far_the_output_moves_without_an_entry(scene):
+    weights, values = scene.weights.tolist(), scene.values.double()
+
+    def naive(b, g, held, i):
+        moved = []
+        for head in weights[b][g]:
+            whole = sum(head[j] * values[b, g, j] for j in held)
+            left = sum(head[j] for j in held if j != i)
+            rest = sum((head[j] / left * values[b, g, j] for j in held if j != i and left), torch.zeros_like(whole))
+            moved.append(float((rest - whole).norm()))
+        return pooled(moved, scene.head_pool)
+
+    check(scene, "output-change", naive)
+
+
 def test_a_lone_slot_has_entropy_zero_and_no_nan():
     one = torch.ones(1, 1, 2, 1)
     alone = scoring.Scene(
@@ -337,5 +354,5 @@ def test_an_unknown_scorer_is_refused_with_the_names_there_are(name):
 def test_listed_scorers_are_sorted_and_all_known():
     names = kvpatch.list_scorers()
     assert names == sorted(set(names))
-    assert {"attention", "vnorm", "value-mass", "entropy", "keydiff", "knorm", "recency", "random"} <= set(names)
+    assert {"attention", "vnorm", "value-mass", "output-change", "entropy", "keydiff", "knorm", "recency", "random"} <= set(names)
     assert all(scoring.scorer(name).name == name for name in names)

@@ -6,7 +6,7 @@ Each function names its source. Shapes as in `kvpatch.compression.prompt`.
 import torch
 from torch import Tensor
 
-from kvpatch import scoring
+from kvpatch import deletion, scoring
 from kvpatch.compression.prompt import (
     CELLS,
     SINKS,
@@ -27,7 +27,6 @@ CAKE_VARIANCE = 200.0
 CRITICAL = 1e-4
 RECENT_WEIGHT = 0.2
 RKV_IMPORTANCE = 0.07
-_DIRECT = "donot_use_mm_for_euclid_dist"  # a product of matrices loses what is near
 
 
 def snapkv(prompt: Prompt, width: int = 5, kind: str = "mean") -> Tensor:
@@ -107,21 +106,9 @@ def restkv(prompt: Prompt, width: int = 5) -> Tensor:
     values = prompt.values.to(rows.dtype)
     m = torch.zeros_like(rows[:, :, :, 0])
     for query in range(prompt.window):
-        new = (1 - RECENT_WEIGHT) * m + RECENT_WEIGHT * _change(rows[:, :, :, query], values)
+        new = (1 - RECENT_WEIGHT) * m + RECENT_WEIGHT * deletion.alone(rows[:, :, :, query], values)
         m = torch.where(prompt.asks[:, query, None, None, None], new, m)
     return group_mean(pooled(m, prompt.outside()[:, :, None], width))
-
-
-def _change(a: Tensor, values: Tensor) -> Tensor:
-    """a / (1 - a) * ||o - v||_2 of every entry: a [B, G, R, n], values [B, G, n, D] to [B, G, R, n]."""
-    change = a / (1 - a) * torch.cdist(a @ values, values, compute_mode=_DIRECT)
-    # 1 - a and o - v lose all their digits where one entry has nearly everything: there by what the others have.
-    most, peak = a.max(-1, keepdim=True)
-    others = a.scatter(-1, peak, 0.0)
-    left = others.sum(-1, keepdim=True).clamp_min(torch.finfo(a.dtype).tiny)
-    of_peak = values.gather(2, peak.expand(*peak.shape[:-1], values.shape[-1]))
-    apart = ((others / left) @ values - of_peak).norm(dim=-1, keepdim=True)
-    return change.scatter(-1, peak, most * apart)
 
 
 def rkv(prompt: Prompt, width: int = 7) -> Tensor:
