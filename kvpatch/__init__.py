@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvpatch.budget import Budget
     from kvpatch.cache import SlotCache
+    from kvpatch.compression.behavior import Behavior
     from kvpatch.compression.prompt import Prompt
     from kvpatch.compression.rule import Prefill, list_methods, register_method
+    from kvpatch.deletion import Deletion, deletion_effect
     from kvpatch.errors import BackendError, CaptureError, KVPatchError, UnsupportedModelError, VerificationError
     from kvpatch.patching import Patch, explain, patch, patched, unpatch
     from kvpatch.policy import Policy, list_policies, list_prefill
@@ -18,8 +20,10 @@ __version__ = "0.1.0"
 _HOMES = {
     "kvpatch.budget": ("Budget",),
     "kvpatch.cache": ("SlotCache",),
+    "kvpatch.compression.behavior": ("Behavior",),
     "kvpatch.compression.prompt": ("Prompt",),
     "kvpatch.compression.rule": ("Prefill", "list_methods", "register_method"),
+    "kvpatch.deletion": ("Deletion", "deletion_effect"),
     "kvpatch.errors": ("BackendError", "CaptureError", "KVPatchError", "UnsupportedModelError", "VerificationError"),
     "kvpatch.patching": ("Patch", "explain", "patch", "patched", "unpatch"),
     "kvpatch.policy": ("Policy", "list_policies", "list_prefill"),
@@ -30,9 +34,11 @@ _MODULES = ("compat",)
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "BackendError",
+    "Behavior",
     "Blend",
     "Budget",
     "CaptureError",
+    "Deletion",
     "KVPatchError",
     "Patch",
     "Policy",
@@ -42,6 +48,7 @@ __all__ = [
     "SlotCache",
     "UnsupportedModelError",
     "VerificationError",
+    "deletion_effect",
     "explain",
     "list_methods",
     "list_policies",

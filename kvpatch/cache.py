@@ -13,6 +13,7 @@ from kvpatch.budget import UNSET
 from kvpatch.cachelayer import LayerWatch, SlotLayer, heads_of, site_of, windows_of
 from kvpatch.compression import rule as compression
 from kvpatch.compression import watch as watching
+from kvpatch.compression.prompt import Exit
 from kvpatch.policy import settle
 from kvpatch.rows import HEADROOM, at_most, full_at, held_after, row_lengths, slots_read
 from kvpatch.state import State
@@ -261,6 +262,17 @@ class SlotCache(Cache):
         valid = turns.valid(self, end - max(self.before, default=0))
         keys, reach = self.current.keys[layer][:, :, :end], self.windows[layer]
         self.watch.note(layer, queries, raw, keys, valid, scale, reach)
+
+    @property
+    def wants_exit(self) -> bool:
+        """Whether this forward's last states are asked for."""
+        return self.phase == "prefill" and self.watch is not None and self.noted.exit
+
+    def note_exit(self, block: int, states: Tensor, way: tuple) -> None:
+        """What the last layer gave [B, q, E] at the block's columns, and where it goes, as `Exit`."""
+        valid = turns.valid(self, self.stored + block - max(self.before, default=0))
+        states = states[:, -(block if self.before else self.watch.columns(block)) :]
+        self.watch.note_exit(Exit(states, *way), valid)
 
     def take_prompt(self, source: "SlotCache") -> None:
         """Copy what another cache has read, before anything is cut; while nothing is held."""

@@ -6,7 +6,7 @@ What stays moves into buffers of the generation's size, one layer at a time, and
 import torch
 from torch import Tensor
 
-from kvpatch import moving, selection
+from kvpatch import moving, progress, selection
 from kvpatch.cachelayer import heads_of
 from kvpatch.compression import rule as compression
 from kvpatch.compression import watch as watching
@@ -37,7 +37,9 @@ def by_method(cache, valid: Tensor) -> None:
     before = torch.tensor(cache.before or [0] * len(cache.entries), device=utility.device)
     earlier = torch.where(prompts[0].places < before[None, :, None, None], utility, 0.0) if rule.carries else None
     budgets = _left(cache, [length >= budget for length, budget in zip(cache.entries, cache.budgets, strict=True)])
-    found = compression.cut(rule, prompts, budgets, shape.ranked_layers, shape.ranked_heads, earlier)
+    way = None if cache.watch is None else cache.watch.exit
+    sizes = (shape.ranked_layers, shape.ranked_heads)
+    found = compression.cut(rule, prompts, budgets, *sizes, earlier, way=way, showing=progress.shown)
     if rule.carries:
         utility.copy_(torch.stack(found.scores))
     keep = torch.stack(found.keep)

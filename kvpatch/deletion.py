@@ -1,4 +1,4 @@
-"""What deleting entries from a softmax changes: one closed form, for whoever asks not what is looked at but what matters.
+"""What deleting entries from a softmax changes: one closed form, for all who ask what matters, not what is looked at.
 
 One head at one query, with q, k and v as they are: without a set S of entries the rest is normalised anew. With the
 removed mass m = sum over S of a_i and the removed contribution c = sum over S of a_i v_i, the output o becomes

@@ -81,7 +81,7 @@ class Patch:
                     module.forward, self.architecture.project, self.keyword, _slots_of, _watch_of
                 ),
             )
-        self._write(self.parts.base, "forward", _base_forward(self.parts.base.forward, self.keyword, self.parts.rotary))
+        self._write(self.parts.base, "forward", _base_forward(self.parts.base.forward, self.keyword, self.parts))
         original = self.model.generate
 
         def generate(model, *args, **kwargs):
@@ -344,15 +344,38 @@ def _watch_of(cache, layer: int):
     return cache.layer_watch(layer) if isinstance(cache, SlotCache) else None
 
 
-def _base_forward(original, keyword: str, rotary):
-    """The base model's forward, telling a SlotCache what kind of forward begins, and the model's rotary embedding."""
+@contextlib.contextmanager
+def _showing_exit(cache: SlotCache, parts: patches.Parts, query: int) -> Iterator[None]:
+    """Show a cache that reads a prompt and asks for it what the last layer gives to the norm."""
+    if not cache.wants_exit:
+        yield
+        return
+    head = parts.head
+    weight, bias = getattr(head, "weight", None), getattr(head, "bias", None)
+    if weight is None or not weight.is_floating_point():
+        raise ValueError(
+            f"policy {cache.policy.name!r} asks for the head's weight, and that of {type(head).__name__} is quantised"
+        )
+
+    def show(module, given: tuple) -> None:
+        cache.note_exit(query, given[0], (module.weight, module.variance_epsilon, weight, bias))
+
+    hook = parts.norm.register_forward_pre_hook(show)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _base_forward(original, keyword: str, parts: patches.Parts):
+    """The base model's forward, telling a SlotCache what kind of forward begins, and what it asks of the model."""
     signature = inspect.signature(original)
 
     def forward(self, *args, **kwargs):
         cache = next((value for value in (*kwargs.values(), *args) if isinstance(value, SlotCache)), None)
         if cache is None:
             return original(*args, **kwargs)
-        cache.rotary = rotary
+        cache.rotary = parts.rotary
         inputs = signature.bind_partial(*args, **kwargs).arguments
         tokens, mask = inputs.get("input_ids"), inputs.get("attention_mask")
         query = (tokens if tokens is not None else inputs["inputs_embeds"]).shape[1]
@@ -371,7 +394,8 @@ def _base_forward(original, keyword: str, rotary):
                     named = inputs.pop("kwargs", {}) | inputs
                     named["attention_mask"], named["position_ids"] = turn
                     args, kwargs = (), named
-                output = original(*args, **kwargs)
+                with _showing_exit(cache, parts, query):
+                    output = original(*args, **kwargs)
                 cache.end_forward(query)
                 cache.note_fed(tokens)
         except BaseException:

@@ -137,6 +137,11 @@ class Policy:
                 f"prefill={rule.name!r} shares its budget out by {rule.allocation!r}, which needs coupling "
                 f"{' or '.join(map(repr, fits))}, got {self.coupling!r}"
             )
+        if rule.behavior is not None and self.coupling != "per_head":
+            raise ValueError(
+                f"prefill={rule.name!r} removes entries of single heads, which needs coupling 'per_head', got "
+                f"{self.coupling!r}"
+            )
         if not rule.even and not self.grows:
             raise ValueError(
                 f"prefill={rule.name!r} leaves layers or heads different budgets, which eviction while decoding does "

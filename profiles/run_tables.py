@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from kvpatch.evaluation import ruler, summary
-from kvpatch.evaluation.runs import METRICS, Line, Run
+from kvpatch.evaluation.runs import Line, Run
 from kvpatch.evaluation.tables import span
 from kvpatch.profiles._shared import markdown
 

@@ -106,7 +106,7 @@ def test_no_more_than_the_budget_and_a_block_is_ever_held():
     with kvpatch.patched(model, blockwise("snapkv", block), budget=budget, compile=False) as handle:
         decoded(model, ids, 2)
         bytes_a_slot = handle.stats.cache_bytes / 256
-        # While a layer moves into the 256 slots that are decoded in, whose utility and positions wait, it is there twice.
+        # While a layer moves into the 256 slots to decode in, whose utility and positions wait, it is there twice.
         assert handle.stats.peak_cache_bytes < (budget + block + 1 + 256 / 6 + 0.05 * 256) * bytes_a_slot
         whole = handle.stats.peak_cache_bytes
     with kvpatch.patched(model, policy_of("snapkv"), budget=budget, compile=False) as handle:

@@ -354,5 +354,15 @@ def test_an_unknown_scorer_is_refused_with_the_names_there_are(name):
 def test_listed_scorers_are_sorted_and_all_known():
     names = kvpatch.list_scorers()
     assert names == sorted(set(names))
-    assert {"attention", "vnorm", "value-mass", "output-change", "entropy", "keydiff", "knorm", "recency", "random"} <= set(names)
+    assert {
+        "attention",
+        "vnorm",
+        "value-mass",
+        "output-change",
+        "entropy",
+        "keydiff",
+        "knorm",
+        "recency",
+        "random",
+    } <= set(names)
     assert all(scoring.scorer(name).name == name for name in names)

@@ -90,6 +90,19 @@ class Law(NamedTuple):
     sin: Tensor
 
 
+class Exit(NamedTuple):
+    """The way from the last layer to the logits, y = gain x / sqrt(mean x^2 + epsilon) and z = head y + bias.
+
+    states: [B, w, E], x at the positions of the window's queries.   gain: [E].   head: [V, E].   bias: [V] or None.
+    """
+
+    states: Tensor
+    gain: Tensor
+    epsilon: float
+    head: Tensor
+    bias: Tensor | None = None
+
+
 def accumulation(tensor: Tensor) -> torch.dtype:
     """The dtype to compute scores of such a tensor in: float32 or wider."""
     return torch.promote_types(tensor.dtype, torch.float32)

@@ -11,8 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpatch.compression import allocation, scores
-from kvpatch.compression.prompt import Prompt, accumulation
+from kvpatch.compression import allocation, behavior, scores
+from kvpatch.compression.behavior import Behavior
+from kvpatch.compression.prompt import Exit, Prompt, accumulation
 from kvpatch.compression.watch import Needs
 from kvpatch.ranking import check_part, check_seed, is_int, is_real, one_of, part_of
 from kvpatch.scoring import check_new
@@ -32,6 +33,7 @@ class Method(NamedTuple):
     mass: bool = False
     repeat: bool = False
     bounds: bool = False
+    exit: bool = False
 
 
 _METHODS: dict[str, Method] = {}
@@ -73,6 +75,8 @@ for _name, _score, _asks in (
     *((name, _of_scorer(name), {}) for name in ("keydiff", "knorm", "recency", "random")),
 ):
     register_method(_name, _score, **_asks)
+# Not a score of each entry by itself: `cut` leaves the choice to the search.
+_METHODS[behavior.NAME] = Method(lambda prompt, rule: torch.zeros_like(prompt.keys[..., 0]), window=True, exit=True)
 
 
 def list_methods() -> list[str]:
@@ -103,6 +107,7 @@ class Prefill:
             and a block are ever held; None: it is read whole. Only with budgets that are all alike, and for scores that
             look at the last queries or at none: a block's own.
         seed: for "random".
+        behavior: of the score "behavior", how entries are searched for; None: as `Behavior` says.
 
     Raises:
         ValueError: for a value outside its axis.
@@ -123,6 +128,7 @@ class Prefill:
     chunk: int = 1
     block: int | None = None
     seed: int = 0
+    behavior: Behavior | None = None
 
     def __post_init__(self):
         if not isinstance(self.name, str):
@@ -152,6 +158,28 @@ class Prefill:
             object.__setattr__(self, "table", allocation.checked_table(self.table))
         if self.block is not None:
             self._check_block()
+        self._check_behavior()
+
+    def _check_behavior(self) -> None:
+        if self.score != behavior.NAME:
+            if self.behavior is not None:
+                raise ValueError(f"behavior={self.behavior!r} with score={self.score!r}: leave it out")
+            return
+        if self.behavior is None:
+            object.__setattr__(self, "behavior", Behavior())
+        if not isinstance(self.behavior, Behavior):
+            raise ValueError(f"behavior must be a kvpatch.Behavior or None, got {self.behavior!r}")
+        if self.allocation not in ("uniform", "adaptive", "global"):
+            raise ValueError(
+                f"score={self.score!r} with allocation={self.allocation!r}, of which it asks nothing: use 'uniform', "
+                "'adaptive' or 'global'"
+            )
+        for field, nothing in (("critical", None), ("chunk", 1), ("floor", 0.0), ("carries", False)):
+            if getattr(self, field) != nothing:
+                raise ValueError(
+                    f"{field}={getattr(self, field)!r} with score={self.score!r}, which weighs sets of entries, not "
+                    f"single ones: leave {field} out"
+                )
 
     def _check_block(self) -> None:
         if not (is_int(self.block) and self.block >= 1):
@@ -175,7 +203,8 @@ class Prefill:
         """What it asks of the prompt."""
         method = _METHODS[self.score]
         window = self.window if method.window or self.allocation == "cake" else 0
-        return Needs(window, method.law, method.mass, self.critical is not None, method.repeat, method.bounds)
+        output = self.critical is not None or method.exit
+        return Needs(window, method.law, method.mass, output, method.repeat, method.bounds, method.exit)
 
     @property
     def even(self) -> bool:
@@ -236,6 +265,8 @@ def cut(
     heads: int,
     earlier: Tensor | None = None,
     lengths: list[int] | None = None,
+    way: Exit | None = None,
+    **more,
 ) -> Cut:
     """Choose what stays.
 
@@ -245,6 +276,8 @@ def cut(
         layers, heads: with sets of their own: 1 where all share one, else as many as there are.
         earlier: [layers, B, heads, n] scores of earlier queries, which are added; None: none.
         lengths: tokens of each row, where the host knows them and no layer has passed any; None: the device is asked.
+        way: where the last layer's states go, for a rule that asks for it.
+        **more: showing, as of `behavior.choose`.
 
     Raises:
         ValueError: if what is protected does not fit a row's budget.
@@ -259,6 +292,9 @@ def cut(
     sinks, recent = (torch.tensor(one, device=device) for one in zip(*pairs, strict=True))
     protected = held & ((places < sinks[:, None, None]) | (places >= ends - recent[:, None, None]))
     prompts = [prompt._replace(spared=recent) for prompt in prompts]
+    if rule.behavior is not None:
+        keep = behavior.choose(rule.behavior, rule.allocation, prompts, way, held, protected, lengths, budgets, **more)
+        return Cut(keep, [torch.zeros_like(prompt.keys[..., 0]) for prompt in prompts])
     found, norms, preferences = _scored(rule, prompts, layers, heads)
     if rule.chunk > 1:
         found = [allocation.chunked(one, held & ~protected, rule.chunk) for one in found]
@@ -350,5 +386,6 @@ PRESETS = {
         Prefill("keydiff", score="keydiff"),
         Prefill("knorm", score="knorm"),
         Prefill("random", score="random"),
+        Prefill("behavior", score="behavior", recent=32, allocation="global"),
     )
 }

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpatch.compression.prompt import CELLS, SINKS, Law, accumulation
+from kvpatch.compression.prompt import CELLS, SINKS, Exit, Law, accumulation
 
 AHEAD = 512  # positions that Expected Attention looks ahead to
 
@@ -17,7 +17,7 @@ AHEAD = 512  # positions that Expected Attention looks ahead to
 class Needs(NamedTuple):
     """What a method asks of a prompt: how many of its last queries; whether the law of all of them, the sum of their
     attention, the output projection; what queries that repeat the prompt look at; what the last ones' logits lie
-    above, when they have met all that is there."""
+    above, when they have met all that is there; the last layer's output at their positions, and the way on from it."""
 
     window: int = 0
     law: bool = False
@@ -25,6 +25,7 @@ class Needs(NamedTuple):
     output: bool = False
     repeat: bool = False
     bounds: bool = False
+    exit: bool = False
 
     def __or__(self, other: "Needs") -> "Needs":
         return Needs(max(self.window, other.window), *(a or b for a, b in zip(self[1:], other[1:], strict=True)))
@@ -37,7 +38,7 @@ class Needs(NamedTuple):
     @property
     def anything(self) -> bool:
         """Whether the model's layers have to be watched at all."""
-        return self.window > 0 or self.all_queries or self.output
+        return self.window > 0 or self.all_queries or self.output or self.exit
 
 
 class Watch:
@@ -51,12 +52,15 @@ class Watch:
         masses, peaks: [B, G, n] by column; peaks of the queries that repeat the prompt.   outputs: [E, H * D].
         repeating: columns of the prompt while it is repeated, else None.
         scale: what logits are multiplied by.
+        exit: `behavior.Exit` whose states stand at the queries' positions; None where it is not wanted.
     """
 
     _LISTS = ("queries", "asks", "outputs", "masses", "peaks", "_sums", "_squares", "_counts")
 
     def __init__(self, needs: Needs, layers: int):
         self.needs, self.scale, self.repeating = needs, 1.0, None
+        self.exit: Exit | None = None
+        self._exit_asks: Tensor | None = None
         self.peaks: list[Tensor | None] = [None] * layers
         self.asks: list[Tensor | None] = [None] * layers
         self.queries: list[Tensor | None] = [None] * layers
@@ -69,7 +73,7 @@ class Watch:
     def copy(self) -> "Watch":
         """Another one with the same notes, that goes its own way: what is noted is replaced, never written into."""
         other = Watch(self.needs, len(self.queries))
-        other.scale = self.scale
+        other.scale, other.exit, other._exit_asks = self.scale, self.exit, self._exit_asks
         for name in self._LISTS:
             setattr(other, name, list(getattr(self, name)))
         return other
@@ -79,6 +83,9 @@ class Watch:
         for name in set(self._LISTS) - {"outputs"}:
             values = getattr(self, name)
             setattr(self, name, [None if one is None else one.index_select(0, order) for one in values])
+        if self.exit is not None:
+            self.exit = self.exit._replace(states=self.exit.states.index_select(0, order))
+            self._exit_asks = self._exit_asks.index_select(0, order)
 
     def columns(self, block: int) -> int:
         """How many of a block's last columns are wanted."""
@@ -120,9 +127,29 @@ class Watch:
         if self.queries[layer] is not None:
             queries = torch.cat((self.queries[layer], queries), 2)
             asks = torch.cat((self.asks[layer], asks), 1)
-        order = asks.to(torch.int8).argsort(dim=-1, stable=True)[:, -self.needs.window :]
+        order = self._last(asks)
         at = order[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[3])
         self.queries[layer], self.asks[layer] = queries.gather(2, at), asks.gather(1, order)
+
+    def _last(self, asks: Tensor) -> Tensor:
+        """Places of each row's last tokens among columns of which [B, c] are tokens; at most a window."""
+        return asks.to(torch.int8).argsort(dim=-1, stable=True)[:, -self.needs.window :]
+
+    def note_exit(self, way: Exit, valid: Tensor) -> None:
+        """The last layer has read a block.
+
+        Args:
+            way: its states [B, c, E] of the block's last c columns, and where they go.
+            valid: [B, n] bool, which of all columns that are stored are tokens.
+        """
+        if self.repeating:
+            return
+        states, asks = way.states, valid[:, valid.shape[1] - way.states.shape[1] :]
+        if self.exit is not None:
+            states, asks = torch.cat((self.exit.states, states), 1), torch.cat((self._exit_asks, asks), 1)
+        order = self._last(asks)
+        states = states.gather(1, order[..., None].expand(-1, -1, states.shape[2]))
+        self.exit, self._exit_asks = way._replace(states=states), asks.gather(1, order)
 
     def _note_law(self, layer: int, raw: Tensor, valid: Tensor) -> None:
         columns = raw.shape[2]
