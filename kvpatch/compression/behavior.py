@@ -152,46 +152,48 @@ class Search:
         tokens, logp = support_of(states, way, how.support)
         self.logp = logp[..., None]  # [U, K, 1]
         rows = jacobian(states, way.gain.to(wide), way.epsilon, way.head[tokens].to(wide))
-        self.weights, self.values, self.outputs, self.projected = [], [], [], []
+        self.weights, self.values, self.projected, self.of_outputs = [], [], [], []
         for query, key, value, meet, output in zip(queries, keys, values, meets, outputs, strict=True):
             heads, count, _ = query.shape
-            packed = query.to(wide).view(self.groups, heads // self.groups, count, width)
-            logits = torch.einsum("grud,gnd->grun", packed, key.to(wide)) * scale
-            weights = logits.masked_fill(~meet, -torch.inf).softmax(-1)
+            packed = query.to(wide).view(self.groups, heads // self.groups, count, width).transpose(1, 2)
+            logits = torch.einsum("gurd,gnd->gurn", packed, key.to(wide)) * scale
+            weights = logits.masked_fill(~meet[:, None], -torch.inf).softmax(-1)  # [G, U, R, n]
             value = value.to(wide)
-            self.weights.append(weights)  # [G, R, U, n]
+            by_group = output.to(wide).view(-1, self.groups, heads // self.groups * width).transpose(0, 1)
+            projected = torch.stack([rows @ one for one in by_group])  # [G, U, K, R * D]
+            seen = torch.einsum("gurn,gnd->gurd", weights, value)
+            self.weights.append(weights)
             self.values.append(value)
-            self.outputs.append(torch.einsum("grun,gnd->grud", weights, value))
-            by_head = (
-                output.to(wide).view(-1, heads, width).permute(1, 0, 2).view(self.groups, -1, rows.shape[-1], width)
-            )
-            self.projected.append(torch.einsum("uke,gred->grukd", rows, by_head))
-        like = self.outputs
-        self.mass = [torch.zeros_like(one[..., 0]) for one in like]  # removed, [G, R, U]
-        self.lost = [torch.zeros_like(one) for one in like]  # m o - c, [G, R, U, D]
+            self.projected.append(projected)
+            self.of_outputs.append(self._through(projected, seen))
+        self.mass = [torch.zeros_like(one[..., 0]) for one in self.weights]  # removed, [G, U, R]
+        self.of_lost = [torch.zeros_like(one) for one in self.of_outputs]  # what m o - c comes to, [G, U, K, R]
         self.shift = torch.zeros_like(self.logp)  # of the logits by the mask, [U, K, 1]
+
+    def _through(self, projected: Tensor, states: Tensor) -> Tensor:
+        """What states [..., U, R, D] of the heads come to in the logits: [..., U, K, R]."""
+        own = torch.diag_embed(states.transpose(-1, -2)).transpose(-3, -2)  # [..., U, R, D, R]: each in a column
+        return projected @ own.flatten(-3, -2)
 
     def _head_shift(self, layer: int, group: int) -> Tensor:
         """What one KV head's mask adds to the shift, [U, K, 1]."""
-        lost = self.lost[layer][group] / (1 - self.mass[layer][group])[..., None]
-        return torch.einsum("rukd,rud->uk", self.projected[layer][group], lost)[..., None]
+        return self.of_lost[layer][group] @ (1 / (1 - self.mass[layer][group]))[..., None]
 
     def costs(self, layer: int, group: int, entries: Tensor) -> Tensor:
         """The mask's divergence with each of some entries [c] of a head removed too: [c]."""
         rest = self.shift - self._head_shift(layer, group)
         weights, values = self.weights[layer][group], self.values[layer][group]
-        mass, lost = self.mass[layer][group], self.lost[layer][group]
-        output, projected = self.outputs[layer][group], self.projected[layer][group]
-        heads, count, size, width = projected.shape
-        flat = projected.permute(1, 2, 0, 3).reshape(count, size, heads * width)
+        mass, projected = self.mass[layer][group], self.projected[layer][group]
+        known = torch.cat((self.of_lost[layer][group], self.of_outputs[layer][group]), -1)  # [U, K, 2 R]
         found = []
-        for some in entries.split(max(1, CELLS // (count * max(size, heads * width)))):
-            a = weights[..., some]  # [R, U, c]
-            left = 1 - mass[..., None] - a
-            # (m + a) o - (c + a v), over what is left.
-            moved = lost[..., None] + a[..., None, :] * (output[..., None] - values[some].T)
-            moved = (moved / left[..., None, :]).permute(1, 0, 2, 3).reshape(count, heads * width, -1)
-            found.append(divergence(self.logp, rest + flat @ moved).mean(0))
+        for some in entries.split(max(1, CELLS // (len(mass) * max(projected.shape[1:])))):
+            a = weights[..., some]  # [U, R, c]
+            left = 1 / (1 - mass[..., None] - a)
+            # (m o - c) + a (o - v), over what is left; lost and o have been through norm and head before.
+            part = a * left
+            moved = (part[:, :, None] * values[some].T).flatten(1, 2)  # [U, R * D, c]
+            shift = torch.baddbmm(rest + known @ torch.cat((left, part), 1), projected, moved, alpha=-1)
+            found.append(divergence(self.logp, shift).mean(0))
         return torch.cat(found)
 
     def admissible(self, layer: int, group: int, entries: Tensor, epsilon: float) -> Tensor:
@@ -203,9 +205,10 @@ class Search:
         """Add entries [c] of a head to the mask."""
         self.shift -= self._head_shift(layer, group)
         a, values = self.weights[layer][group][..., entries], self.values[layer][group][entries]
-        mass = a.sum(-1)
+        mass = a.sum(-1)  # [U, R]
         self.mass[layer][group] += mass
-        self.lost[layer][group] += mass[..., None] * self.outputs[layer][group] - a @ values
+        of_values = self._through(self.projected[layer][group], a @ values)
+        self.of_lost[layer][group] += mass[:, None] * self.of_outputs[layer][group] - of_values
         self.shift += self._head_shift(layer, group)
 
     @property
