@@ -20,7 +20,8 @@ class Policy:
         scorer: name of a registered scorer (`kvpatch.scoring.list_scorers()`).
         head_pool: how query heads' scores become one, "mean", "max" or "rms"; only for scorers that use attention.
         score_layers: "all", or the layers whose scores count (a range or a sequence of indices).
-        score_heads: "all", or the (layer, query head) pairs whose attention counts, pooled within each layer.
+        score_heads: "all", or the (layer, query head) pairs whose attention counts, pooled within each layer; a
+            third number is a weight that it is multiplied by before.
         aggregation: "single" (the newest score), "cumulative" (sum), "ema" (``alpha m + (1 - alpha) s``) or "peak"
             (``max(alpha m, s)``).
         alpha: weight of the past in "ema" and "peak", in [0, 1).
@@ -55,7 +56,7 @@ class Policy:
     scorer: str = "attention"
     head_pool: str = "mean"
     score_layers: str | Sequence[int] = "all"
-    score_heads: str | Sequence[tuple[int, int]] = "all"
+    score_heads: str | Sequence[tuple] = "all"
     aggregation: str = "ema"
     alpha: float = 0.8
     coupling: str = "sequential"

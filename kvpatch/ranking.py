@@ -23,7 +23,7 @@ class Ranking:
     scorer: str = "attention"
     head_pool: str = "mean"
     score_layers: str | Sequence[int] = "all"
-    score_heads: str | Sequence[tuple[int, int]] = "all"
+    score_heads: str | Sequence[tuple] = "all"
     aggregation: str = "ema"
     alpha: float = 0.8
     new_token: str = "mean"
@@ -72,7 +72,7 @@ class Ranking:
         """Indices of the layers whose scores count, of a model with that many layers."""
         field, named = "score_layers", self.score_layers
         if self.score_heads != "all":
-            field, named = "score_heads", tuple(dict.fromkeys(layer for layer, _ in self.score_heads))
+            field, named = "score_heads", tuple(dict.fromkeys(layer for layer, *_ in self.score_heads))
         if named == "all":
             return tuple(range(layers))
         outside = [index for index in named if index >= layers]
@@ -87,12 +87,12 @@ class Ranking:
         """
         if self.score_heads == "all":
             return None
-        outside = [pair for pair in self.score_heads if pair[1] >= heads]
+        outside = [one[:2] for one in self.score_heads if one[1] >= heads]
         if outside:
             raise ValueError(f"score_heads names heads {outside}, a layer has {heads} (0 to {heads - 1})")
-        chosen = {head for index, head in self.score_heads if index == layer}
+        chosen = {head: weight[0] if weight else 1.0 for index, head, *weight in self.score_heads if index == layer}
         factor = {"mean": 1.0, "rms": 0.5, "max": 0.0}[self.head_pool]
-        return [(heads / len(chosen)) ** factor if head in chosen else 0.0 for head in range(heads)]
+        return [(heads / len(chosen)) ** factor * chosen[head] if head in chosen else 0.0 for head in range(heads)]
 
 
 @dataclass(frozen=True)
@@ -189,12 +189,18 @@ def _layers(value) -> tuple[int, ...]:
     return tuple(sorted({int(index) for index in indices}))
 
 
-def _heads(value) -> tuple[tuple[int, int], ...]:
-    pairs = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(pairs, str) or not isinstance(pairs, Sequence) or not pairs:
+def _heads(value) -> tuple[tuple, ...]:
+    given = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(given, str) or not isinstance(given, Sequence) or not given:
         raise ValueError(f'score_heads must be "all" or a non-empty list of (layer, head) pairs, got {value!r}')
-    for pair in pairs:
-        fits = isinstance(pair, Sequence) and len(pair) == 2
-        if not fits or not all(is_int(index) and index >= 0 for index in pair):
-            raise ValueError(f"score_heads must hold pairs of indices >= 0, got {pair!r}")
-    return tuple(sorted({(int(layer), int(head)) for layer, head in pairs}))
+    found: dict[tuple[int, int], float] = {}
+    for one in given:
+        fits = isinstance(one, Sequence) and len(one) in (2, 3)
+        if not fits or not all(is_int(index) and index >= 0 for index in one[:2]):
+            raise ValueError(f"score_heads must hold pairs of indices >= 0, or such pairs with a weight, got {one!r}")
+        if len(one) == 3 and not (is_real(one[2]) and 0.0 < one[2] < math.inf):
+            raise ValueError(f"score_heads must hold weights above 0, got {one!r}")
+        pair, weight = (int(one[0]), int(one[1])), float(one[2]) if len(one) == 3 else 1.0
+        if found.setdefault(pair, weight) != weight:
+            raise ValueError(f"score_heads must give the head {pair} one weight, got {found[pair]} and {weight}")
+    return tuple((*pair, found[pair]) if found[pair] != 1.0 else pair for pair in sorted(found))

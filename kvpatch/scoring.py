@@ -68,7 +68,7 @@ def value_mass(scene: Scene) -> Tensor:
 
 
 def output_change(scene: Scene) -> Tensor:
-    """How far the head's output moves if an entry alone is deleted (`kvpatch.deletion.alone`), pooled over the group."""
+    """How far the head's output moves if an entry alone is deleted (`deletion.alone`), pooled over the group."""
     return pool(deletion.alone(scene.weights, scene.values.to(scene.weights.dtype)), scene.head_pool, 2).squeeze(2)
 
 

@@ -49,7 +49,7 @@ class Blend:
     aggregation: str = "ema"
     alpha: float = 0.8
     new_token: str = "mean"
-    score_heads: object = "all"  # or (layer, query head) pairs, pooled within each layer; only with "attention"
+    score_heads: object = "all"  # or (layer, query head[, weight]), pooled within each layer; only with "attention"
     closing: int = 1  # at the first large cut: see `closed`
     least: float = 0.0  # of the K, those only that have this part of the sum of all held second utilities
     focus: object = None  # or a part: a row that is not `in_focus` at step 1 goes without the second ranking, from the
@@ -222,7 +222,7 @@ class Row:
         everything = tuple(range(len(self.layers)))
         layers = everything if rule.score_layers == "all" else tuple(rule.score_layers)
         if rule.score_heads != "all":
-            layers = tuple({layer for layer, _ in rule.score_heads})
+            layers = tuple({layer for layer, *_ in rule.score_heads})
         if not layers or not set(layers) <= set(everything):
             raise ValueError(f"score_layers {rule.score_layers} must name some of the layers {everything}")
         return Side(rule, layers, {})
@@ -366,8 +366,9 @@ class Row:
             return
         scores = self.pool_kv_heads(per_head, side.rule.head_pool)
         if side.rule.score_heads != "all":
-            named = [h for layer, h in side.rule.score_heads if layer == l]
-            scores = {i: pool([attention[h][i] for h in named], side.rule.head_pool) for i in attention[named[0]]}
+            named = {h: weight[0] if weight else 1.0 for layer, h, *weight in side.rule.score_heads if layer == l}
+            held = attention[next(iter(named))]
+            scores = {i: pool([w * attention[h][i] for h, w in named.items()], side.rule.head_pool) for i in held}
         if self.axes.coupling == "uniform":
             gathered.append(scores)
         else:  # sequential: the one shared utility, layer after layer; per_layer: this layer's own

@@ -49,25 +49,39 @@ def test_copying_heads_come_first_and_their_mean_costs_the_answers_length():
     assert observing.cost(observing.mean_of(found[-3:]), seen) > 3.0
 
 
-def focus_by_hand(attention, heads):
-    (last, one), (first, other) = heads  # InertiaKV's rule, layer after layer
-    mean = 0.8 * 0.2 * attention[first, other] + 0.2 * attention[last, one]
-    ordered = sorted(mean[1:].tolist(), reverse=True)
-    return sum(ordered[:30]) / mean.sum().item()
+def test_a_head_counts_as_the_fewer_entries_the_more_it_must_keep():
+    """Also after the running utility has let those of earlier layers fade, and has taken a layer's mean."""
+    alone, beside, late = (0, 2), (1, 0), (2, 3)
+    seen = seen_by([(0, 1), (0, 2), (1, 0), (2, 3)])
+    for one in seen:
+        one.attention[0, 2, 20:24] = 0.9  # beside the answer it looks at four others: eight entries must be kept
+        one.attention[2, 3, 20:32] = 0.9  # sixteen
+    heads = [(0, 1), alone, beside, late]
+    found = {(layer, head): weight for layer, head, weight in observing.weighted(heads, seen)}
+    assert found[0, 1] == pytest.approx(2 / 0.8**2, abs=1e-3)
+    assert found[alone] == pytest.approx(2 / 0.8**2 / 2, abs=1e-3)
+    assert found[beside] == pytest.approx(1 / 0.8, abs=1e-3)
+    assert found[late] == pytest.approx(1 / 4, abs=1e-3)
+    # What is left of a head's attention in the running utility is its weight then.
+    ranked = observing.running(observing.weighted(heads, seen))
+    attention = torch.zeros(3, 4, 40)
+    for place, (layer, head) in enumerate(heads):
+        attention[layer, head, place] = 1.0
+    share = ranked(attention)[:4]
+    assert torch.allclose(share / share[0], torch.tensor([1.0, 0.5, 1.0, 0.25]), atol=1e-3)
 
 
-def test_the_focus_lies_between_prompts_with_a_fact_and_plain_texts():
-    heads = [(2, 3), (0, 1)]
-    seen = [one.attention for one in seen_by(heads, prompts=9)]
-    plain = [one.attention for one in seen_by([(1, 1)], prompts=11)]
-    least = min(focus_by_hand(one, heads) for one in seen)
-    others = sorted(focus_by_hand(one, heads) for one in plain)
-    assert others[-1] < least
-    found = choice.focus_of(heads, seen, plain)
-    beneath = (others[7] + others[8]) / 2  # of 11, the place 0.75 * 10 = 7.5
-    assert found == math.floor(100 * (least + beneath) / 2) / 100 and beneath < found < least
-    # Where plain texts have as much, no prompt with a fact is lost.
-    assert choice.focus_of(heads, plain, seen) == math.floor(100 * others[0]) / 100
+def test_the_focus_is_the_least_of_prompts_with_a_fact():
+    heads = [(2, 3), (0, 1, 0.5)]
+    seen = [one.attention for one in seen_by([one[:2] for one in heads], prompts=9)]
+
+    def by_hand(attention):
+        mean = 0.8 * 0.2 * 0.5 * attention[0, 1] + 0.2 * attention[2, 3]  # InertiaKV's rule, layer after layer
+        ordered = sorted(mean[1:].tolist(), reverse=True)
+        return sum(ordered[:30]) / mean.sum().item()
+
+    assert choice.focus_of(heads, seen) == math.floor(100 * min(map(by_hand, seen))) / 100
+    assert choice.focus_of(heads, [torch.eye(40)[:1].expand(3, 4, 40)]) == 0.01  # all on the first token
 
 
 def test_where_an_answer_stands():
@@ -152,7 +166,7 @@ def test_an_observed_prompt_is_what_the_model_does(loaded):
 def test_the_focus_that_is_calibrated_is_the_one_that_decides(loaded, monkeypatch):
     model, tokenizer = loaded
     ids = prompts.document(400, tokenizer, 20).prompt_ids
-    heads = [(20, 3), (21, 5), (21, 8), (22, 4)]
+    heads = [(20, 3, 1.5), (21, 5), (21, 8, 0.3), (22, 4)]
     seen, plain = [], selection.focus
     monkeypatch.setattr(selection, "focus", lambda *given: seen.append(plain(*given)) or seen[-1])
     policy = resolve("inertia", blend=Blend(score_heads=heads, focus=0.5))
@@ -175,7 +189,7 @@ def test_the_demo_model_is_calibrated_whole_in_small(loaded, monkeypatch):
         model, tokenizer, effort, 123, lambda stage, done, total: stages.update({stage: (done, total)})
     )
     assert profile.model == best.identity(model) and profile.policy.name == "best"
-    assert set(stages) == {"reading prompts", "reading prose", "trying policies"}
+    assert set(stages) == {"reading prompts", "trying policies"}
     assert stages["trying policies"][0] == stages["trying policies"][1]
     measured = profile.measured
     assert 3 <= measured["solved"] <= 8

@@ -113,6 +113,7 @@ FIRST = {name: values[0] for name, values in AXES.items()} | {"aggregation": "em
 BLENDS = {
     "one layer's loudest head": ({}, {"share": 0.75, "score_layers": (1,), "head_pool": "max"}),
     "a few heads": ({}, {"share": 0.7, "score_heads": ((0, 1), (2, 0), (2, 5), (2, 1))}),
+    "heads of unlike weight": ({}, {"share": 0.7, "score_heads": ((0, 1, 2.5), (2, 0, 0.25), (2, 5), (2, 1, 0.5))}),
     "the loudest of a few heads": ({"refresh": 3}, {"share": 0.5, "score_heads": ((1, 4), (1, 0)), "head_pool": "max"}),
     "a few heads, one update a step": (
         {"coupling": "uniform", "score_heads": ((0, 0), (1, 3))},

@@ -112,15 +112,32 @@ def mean_of(heads: list[tuple[int, int]]) -> Callable[[Tensor], Tensor]:
     return lambda attention: attention[layers, places].mean(0)
 
 
-def running(heads: list[tuple[int, int]]) -> Callable[[Tensor], Tensor]:
-    """What a `kvpatch.Blend` over these heads makes of a first step's attention, layer after layer, up to a factor."""
+def weighted(heads: list[tuple[int, int]], seen: list[Observed]) -> list[tuple[int, int, float]]:
+    """Heads with weights by which each counts, in a running utility, as the fewer entries the more it has to keep.
+
+    A head that has to keep twice as many entries counts half: what it looks at beside the answer drowns less of it.
+    The utility runs through the layers, so what comes before another layer is weighted up.
+    """
+    needs = {head: 2 ** cost(mean_of([head]), seen) for head in heads}
+    layers = sorted({layer for layer, _ in heads})
+    found = []
+    for layer, head in heads:
+        beside = sum(index == layer for index, _ in heads)
+        decay = Blend.alpha ** (len(layers) - 1 - layers.index(layer))
+        found.append((layer, head, round(min(needs.values()) / needs[layer, head] * beside / decay, 3)))
+    return found
+
+
+def running(heads: list[tuple]) -> Callable[[Tensor], Tensor]:
+    """What a `kvpatch.Blend` with these `score_heads` makes of a first step's attention, up to a factor."""
     alpha = Blend.alpha
 
     def ranked(attention: Tensor) -> Tensor:
         found = torch.zeros_like(attention[0, 0])
-        for layer in sorted({layer for layer, _ in heads}):
-            own = [head for index, head in heads if index == layer]
-            found = alpha * found + (1 - alpha) * attention[layer, own].mean(0)
+        for layer in sorted({layer for layer, *_ in heads}):
+            own = [(head, *weight, 1.0)[:2] for index, head, *weight in heads if index == layer]
+            mean = torch.stack([weight * attention[layer, head] for head, weight in own]).mean(0)
+            found = alpha * found + (1 - alpha) * mean
         return found
 
     return ranked
