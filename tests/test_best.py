@@ -131,7 +131,7 @@ def test_the_fingerprint_is_that_of_the_weights_in_any_dtype_and_with_more_token
 
 
 def test_every_field_of_a_policy_and_a_blend_can_be_kept(tmp_path):
-    blend = Blend("attention", "max", "all", ((1, 2),), "peak", 0.9, "zero", 0.3, 0.2, 5, 0.7)
+    blend = Blend("attention", "max", "all", ((1, 2), (2, 0, 0.25)), "peak", 0.9, "zero", 0.3, 0.2, 5, 0.7)
     untouched = [field.name for field in dataclasses.fields(Blend) if getattr(blend, field.name) == field.default]
     assert untouched == ["scorer", "score_layers"]  # what score_heads needs
     policy = kvpatch.Policy(

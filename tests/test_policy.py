@@ -340,3 +340,25 @@ def test_policies_are_values():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Policy().alpha = 0.1
     assert len({Policy(), Policy(alpha=0.8), Policy(alpha=0.7)}) == 2
+
+
+@pytest.mark.parametrize(
+    ("heads", "words"),
+    [
+        ([], ("score_heads", "non-empty")),
+        ([(1,)], ("pairs of indices >= 0", "(1,)")),
+        ([(1, 2, 3, 4)], ("pairs of indices >= 0", "(1, 2, 3, 4)")),
+        ([(1, -2)], ("pairs of indices >= 0", "(1, -2)")),
+        ([(1, 2, 0.0)], ("weights above 0", "(1, 2, 0.0)")),
+        ([(1, 2, float("inf"))], ("weights above 0", "inf")),
+        ([(1, 2, 0.5), (1, 2)], ("the head (1, 2) one weight", "0.5 and 1.0")),
+    ],
+)
+def test_heads_that_can_not_be_ranked_by_are_refused(heads, words):
+    with pytest.raises(ValueError) as error:
+        Policy(score_heads=heads)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_heads_are_sorted_and_a_weight_of_one_is_none():
+    assert Policy(score_heads=[[2, 1, 1.0], [0, 3, 2], [2, 1]]).score_heads == ((0, 3, 2.0), (2, 1))

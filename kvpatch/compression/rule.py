@@ -4,7 +4,7 @@ Pure tensor code; shapes as in `kvpatch.compression.prompt`. L layers.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -167,6 +167,8 @@ class Prefill:
             return
         if self.behavior is None:
             object.__setattr__(self, "behavior", Behavior())
+        if isinstance(self.behavior, Mapping):  # from a file
+            object.__setattr__(self, "behavior", Behavior(**self.behavior))
         if not isinstance(self.behavior, Behavior):
             raise ValueError(f"behavior must be a kvpatch.Behavior or None, got {self.behavior!r}")
         if self.allocation not in ("uniform", "adaptive", "global"):
