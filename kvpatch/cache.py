@@ -624,6 +624,14 @@ class SlotCache(Cache):
             values = getattr(self, name)
             setattr(self, name, [values[row] for row in order] if values else values)
 
+    def held_after(self, step: int) -> float:
+        """Tokens held after decode step `step`: the mean over rows, and over layers and heads as the fullest row has
+        them."""
+        if self.counts is not None:  # nothing that was generated has gone since
+            counts = [count for heads in self.counts for count in heads]
+            return sum(counts) / len(counts) + step
+        return sum(held_after(step, *row) for row in self.rows) / len(self.rows)
+
     @property
     def used_bytes(self) -> int:
         """Bytes of the keys and values that are held between steps; `nbytes` less these are free slots and notes."""

@@ -283,6 +283,17 @@ class Patch:
             raise RuntimeError("nothing is held: call generate first")
         return cache.retained()
 
+    def held_after(self, step: int) -> float:
+        """Tokens held after decode step `step` of the last generation: the mean over rows, layers and heads.
+
+        Raises:
+            RuntimeError: before the first generation and after `free()`.
+        """
+        cache = self._last()
+        if cache is None:
+            raise RuntimeError("nothing is held: call generate first")
+        return cache.held_after(step)
+
     def free(self) -> None:
         """Give the cache's memory back; the next generation allocates anew."""
         if self._cache is not None:

@@ -150,6 +150,8 @@ def test_a_head_takes_the_bytes_of_what_it_holds():
         current = told.current
         assert sum(one.nbytes for one in (*current.keys, *current.values)) == bytes_of_pages(model, counts, new, 2)
         assert told.used_bytes == 2 * int(held.sum()) * model.config.head_dim * 8
+        cells = [count for layer in counts for count in layer]
+        assert told.held_after(new - 1) == sum(cells) / len(cells) + new - 1
         assert told.used_bytes < told.nbytes < 2 * 2 * 6 * current.capacity * model.config.head_dim * 8
         own = kvpatch.SlotCache(model.config, uneven(), budget=100)  # which has to grow
         with torch.no_grad():

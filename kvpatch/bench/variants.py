@@ -131,8 +131,9 @@ class Variant:
 
     def held(self, work: Workload) -> float:
         """Tokens a row that a measured step holds, on average; layers with a sliding window read fewer."""
-        mean_seen = work.prompt + (work.skip + 1 + self.tokens - 1) / 2
-        return mean_seen if self.handle is None else min(mean_seen, self.handle.stats.held)
+        steps = range(work.skip + 1, self.tokens)
+        held = (work.prompt + step if self.handle is None else self.handle.held_after(step) for step in steps)
+        return sum(held) / len(steps)
 
     def cache_peak(self, batch: int, work: Workload) -> int:
         """Largest sum of cache buffers in bytes; of transformers' caches by their shape."""

@@ -92,7 +92,8 @@ def bench(
         from kvpatch.bench.runner import COLUMNS, Cell, Workload, run_cell
 
         for name in names:
-            policy.resolve(name)
+            if name != policy.OF_MODEL:
+                policy.resolve(name)
         if out is not None and read_columns(out) not in (None, COLUMNS):
             raise typer.BadParameter(f"{out} has other columns, give another file", param_hint="--out")
         if plots is not None:
