@@ -71,17 +71,25 @@ def test_a_head_counts_as_the_fewer_entries_the_more_it_must_keep():
     assert torch.allclose(share / share[0], torch.tensor([1.0, 0.5, 1.0, 0.25]), atol=1e-3)
 
 
-def test_the_focus_is_the_least_of_prompts_with_a_fact():
+def test_the_focus_lies_between_prompts_with_a_fact_and_plain_texts():
     heads = [(2, 3), (0, 1, 0.5)]
     seen = [one.attention for one in seen_by([one[:2] for one in heads], prompts=9)]
+    plain = [one.attention for one in seen_by([(1, 1)], prompts=11)]
 
     def by_hand(attention):
         mean = 0.8 * 0.2 * 0.5 * attention[0, 1] + 0.2 * attention[2, 3]  # InertiaKV's rule, layer after layer
         ordered = sorted(mean[1:].tolist(), reverse=True)
         return sum(ordered[:30]) / mean.sum().item()
 
-    assert choice.focus_of(heads, seen) == math.floor(100 * min(map(by_hand, seen))) / 100
-    assert choice.focus_of(heads, [torch.eye(40)[:1].expand(3, 4, 40)]) == 0.01  # all on the first token
+    least, others = min(map(by_hand, seen)), sorted(map(by_hand, plain))
+    assert others[-1] < least
+    found = choice.focus_of(heads, seen, plain)
+    beneath = (others[7] + others[8]) / 2  # of 11, the place 0.75 * 10 = 7.5
+    assert found == math.floor(100 * (least + beneath) / 2) / 100 and beneath < found < least
+    # Where plain texts have as much, no prompt with a fact is lost.
+    assert choice.focus_of(heads, plain, seen) == math.floor(100 * others[0]) / 100
+    nothing = [torch.eye(40)[:1].expand(3, 4, 40)]  # all on the first token
+    assert choice.focus_of(heads, nothing, nothing) == 0.01
 
 
 def test_where_an_answer_stands():
@@ -189,7 +197,7 @@ def test_the_demo_model_is_calibrated_whole_in_small(loaded, monkeypatch):
         model, tokenizer, effort, 123, lambda stage, done, total: stages.update({stage: (done, total)})
     )
     assert profile.model == best.identity(model) and profile.policy.name == "best"
-    assert set(stages) == {"reading prompts", "trying policies"}
+    assert set(stages) == {"reading prompts", "reading prose", "trying policies"}
     assert stages["trying policies"][0] == stages["trying policies"][1]
     measured = profile.measured
     assert 3 <= measured["solved"] <= 8
