@@ -130,7 +130,7 @@ class SlotCache(Cache):
         return slots.Shape.at(self.policy, len(self.layers), kv_heads, head_dim, dtype, device, **more)
 
     def _head_weights(self, layer: int) -> Tensor | None:
-        """[Q, G, R] for `slots.LayerSlots`."""
+        """[Q, G, R] for `slots.LayerSlots`, weights among it."""
         heads, groups, _ = heads_of(self.config)
         chosen = [
             ranking.head_weights(layer, heads) if number in self._scored[layer] else None
@@ -397,10 +397,12 @@ class SlotCache(Cache):
     def bring_to(self, needed: int) -> slots.Buffers:
         """The buffers to decode in, for so many slots of the fullest: the kept ones where they fit.
 
-        Where layers or heads hold unlike numbers of entries they are in pages, for those and what may come.
+        Where layers or heads hold unlike numbers of entries they are in pages, for those and what may come; not in models
+        with a sliding window.
         """
         kept, room = self.kept, self.ahead + 1
-        if self.counts is None:
+        # A window is told by places, which positions and keys must share.
+        if self.counts is None or any(self.windows):
             if kept is None or kept.pages is not None or kept.capacity < needed:
                 self.drop_kept()
                 self.kept = self.allocate(self.current.batch, needed)
@@ -571,7 +573,7 @@ class SlotCache(Cache):
         if old.pages is not None:  # as many more as are held on average, so that all of it doubles
             held = [count for heads in self.counts for count in heads]
             room = 2 * self.step + sum(held) // len(held)
-            wanted, more = slots.round_up(max(held) + room), (self.counts, room)
+            wanted, more = max(old.capacity, slots.round_up(max(held) + room)), (self.counts, room)
         new = slots.Buffers(self.shape, old.batch, wanted, *more)
         moving.move(old, new, lambda: self.note_bytes(new))
         if self.phase == "decode":
@@ -597,7 +599,8 @@ class SlotCache(Cache):
 
     def _end_prompt_or_reset(self) -> None:
         try:
-            self.end_prompt()
+            with torch.no_grad():
+                self.end_prompt()
         except BaseException:
             self.reset()
             raise
@@ -626,7 +629,13 @@ class SlotCache(Cache):
 
     def held_after(self, step: int) -> float:
         """Tokens held after decode step `step`: the mean over rows, and over layers and heads as the fullest row has
-        them."""
+        them.
+
+        Raises:
+            RuntimeError: while nothing is held.
+        """
+        if self.phase != "decode":
+            raise RuntimeError("nothing is held: no prompt has been read to its end since the cache was made or reset")
         if self.counts is not None:  # nothing that was generated has gone since
             counts = [count for heads in self.counts for count in heads]
             return sum(counts) / len(counts) + step

@@ -38,6 +38,8 @@ def by_method(cache, valid: Tensor) -> None:
     earlier = torch.where(prompts[0].places < before[None, :, None, None], utility, 0.0) if rule.carries else None
     budgets = _left(cache, [length >= budget for length, budget in zip(cache.entries, cache.budgets, strict=True)])
     way = None if cache.watch is None else cache.watch.exit
+    if way is not None and cache.needs.exit:  # another policy's window may be larger
+        way = way._replace(states=way.states[:, -cache.needs.window :])
     sizes = (shape.ranked_layers, shape.ranked_heads)
     found = compression.cut(rule, prompts, budgets, *sizes, earlier, way=way, showing=progress.shown)
     if rule.carries:
@@ -47,7 +49,7 @@ def by_method(cache, valid: Tensor) -> None:
     fullest = counts.amax((0, 2))
     cache.entries = fullest.tolist()
     cache.state.entries.copy_(fullest)
-    if not rule.even and not any(cache.windows):  # a window is told by places, which bookkeeping and keys must share
+    if not rule.even:
         cache.counts = counts.amax(1).expand(-1, shape.kv_heads).tolist()
     _bring(cache, selection.kept_order(keep, max(cache.entries)), counts, cache.room(cache.entries))
     if cache.recuts:

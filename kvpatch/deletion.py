@@ -50,7 +50,8 @@ def deletion_effect(
         keys, values: [B, G, n, D], G divides H; entry i stands at position i.
         evicted: [B, G, n] bool, the set of each KV head; broadcastable to it.
         lengths: [B] int64, entries of each row; None: n.
-        at: [B, U] int64, positions of the queries, which meet what stands there and before; None: the last ones.
+        at: [B, U] int64, positions of the queries, which meet what stands there and before; None: the last ones. Of one
+            that meets nothing all is zero.
         scale: of the logits; D ** -0.5 if None.
         cells: most logits of one piece.
 
@@ -68,7 +69,7 @@ def deletion_effect(
     at = lengths[:, None] - count + torch.arange(count, device=device) if at is None else at
     packed = queries.reshape(batch, groups, heads // groups, count, width)
     evicted = evicted.expand(batch, groups, n)
-    entries = max(1, min(n, cells // (batch * heads)))
+    entries = max(1, min(n, cells // (batch * max(heads, groups * width))))
     piece = max(1, min(count, cells // (batch * heads * entries)))
     found = []
     for first in range(0, count, piece):
@@ -111,6 +112,7 @@ class _Sums:
     def result(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """m, c, o and o' - o."""
         total = self.weights[0] + self.weights[1]
+        total = torch.where(total > 0, total, 1.0)  # of a query that meets nothing all is zero
         mass, contribution = self.weights[1] / total, self.values[1] / total[..., None]
         output = (self.values[0] + self.values[1]) / total[..., None]
         left, right = (

@@ -81,7 +81,7 @@ class Patch:
                     module.forward, self.architecture.project, self.keyword, _slots_of, _watch_of
                 ),
             )
-        self._write(self.parts.base, "forward", _base_forward(self.parts.base.forward, self.keyword, self.parts))
+        self._write(self.parts.base, "forward", _base_forward(self.parts.base.forward, self.keyword, self))
         original = self.model.generate
 
         def generate(model, *args, **kwargs):
@@ -284,7 +284,7 @@ class Patch:
         return cache.retained()
 
     def held_after(self, step: int) -> float:
-        """Tokens held after decode step `step` of the last generation: the mean over rows, layers and heads.
+        """Tokens held after decode step `step` of the last generation; see `SlotCache.held_after`.
 
         Raises:
             RuntimeError: before the first generation and after `free()`.
@@ -361,15 +361,16 @@ def _showing_exit(cache: SlotCache, parts: patches.Parts, query: int) -> Iterato
     if not cache.wants_exit:
         yield
         return
-    head = parts.head
-    weight, bias = getattr(head, "weight", None), getattr(head, "bias", None)
-    if weight is None or not weight.is_floating_point():
+    head, thread = parts.head, threading.get_ident()
+    if type(head) is not nn.Linear or type(head.weight) is not nn.Parameter:
         raise ValueError(
-            f"policy {cache.policy.name!r} asks for the head's weight, and that of {type(head).__name__} is quantised"
+            f"prefill 'behavior' asks for the weight of the model's head, and {type(head).__name__} has more or other "
+            "than that (an adapter, or quantised weights): merge it, or use another method"
         )
 
     def show(module, given: tuple) -> None:
-        cache.note_exit(query, given[0], (module.weight, module.variance_epsilon, weight, bias))
+        if threading.get_ident() == thread:  # the norm may serve another thread's plain forward meanwhile
+            cache.note_exit(query, given[0], (module.weight, module.variance_epsilon, head.weight, head.bias))
 
     hook = parts.norm.register_forward_pre_hook(show)
     try:
@@ -378,7 +379,7 @@ def _showing_exit(cache: SlotCache, parts: patches.Parts, query: int) -> Iterato
         hook.remove()
 
 
-def _base_forward(original, keyword: str, parts: patches.Parts):
+def _base_forward(original, keyword: str, handle: Patch):
     """The base model's forward, telling a SlotCache what kind of forward begins, and what it asks of the model."""
     signature = inspect.signature(original)
 
@@ -386,6 +387,7 @@ def _base_forward(original, keyword: str, parts: patches.Parts):
         cache = next((value for value in (*kwargs.values(), *args) if isinstance(value, SlotCache)), None)
         if cache is None:
             return original(*args, **kwargs)
+        parts = handle.parts  # a head or a norm may have been replaced
         cache.rotary = parts.rotary
         inputs = signature.bind_partial(*args, **kwargs).arguments
         tokens, mask = inputs.get("input_ids"), inputs.get("attention_mask")

@@ -7,7 +7,6 @@ decoding.
 """
 
 import bisect
-import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,9 +16,9 @@ from torch import Tensor
 SIZE = 32
 
 
-def number(counts: Sequence[int], room: int) -> int:
+def pages_of(counts: Sequence[int], room: int) -> list[int]:
     """Pages that heads with so many entries need for `room` more each."""
-    return sum(-(-(count + room) // SIZE) for count in counts)
+    return [-(-(count + room) // SIZE) for count in counts]
 
 
 class Map(NamedTuple):
@@ -27,7 +26,7 @@ class Map(NamedTuple):
 
     head, start: [P] int64, a page's head, and the slot of that head that it begins with; a page of nobody begins where
         no head comes.
-    table: [G, P] int64; behind a head's last page its last one again.
+    table: [G, M] int64, M pages of the fullest head or more; behind a head's last page its last one again.
     """
 
     head: Tensor
@@ -36,13 +35,24 @@ class Map(NamedTuple):
 
 
 class Pages:
-    """The pages of one layer: `map`, whose tensors stay where they are and are filled by `assign`."""
+    """The pages of one layer: `map`, whose tensors stay where they are and are filled by `assign`.
 
-    def __init__(self, total: int, kv_heads: int, device: torch.device):
-        self.total = total
-        sizes = (total, total, (kv_heads, total))
+    Args:
+        counts, room: what there must be pages for, as of `assign`.
+    """
+
+    def __init__(self, counts: Sequence[int], room: int, device: torch.device):
+        needed = pages_of(counts, room)
+        # Two at least: compiled code takes a size of one for a constant.
+        self.total, self.width = max(2, sum(needed)), max(2, *needed)
+        sizes = (self.total, self.total, (len(counts), self.width))
         self.map = Map(*(torch.zeros(size, dtype=torch.int64, device=device) for size in sizes))
-        self._due: list[int] = []
+        self.assign(counts, room)
+
+    def fits(self, counts: Sequence[int], room: int) -> bool:
+        """Whether heads with so many entries find pages for `room` more each."""
+        needed = pages_of(counts, room)
+        return sum(needed) <= self.total and max(needed) <= self.width
 
     def assign(self, counts: Sequence[int], room: int) -> None:
         """Give each head pages for its entries, of the fullest row, and `room` more. Mutates the tensors.
@@ -50,28 +60,26 @@ class Pages:
         Raises:
             ValueError: if there are too few.
         """
-        if number(counts, room) > self.total:
+        if not self.fits(counts, room):
             raise ValueError(f"room must leave at most {self.total} pages for heads of {list(counts)}, got {room}")
-        wanted = [
-            (start - count + 1, head, start)  # from which step on, counted from 1, it is needed
-            for head, count in enumerate(counts)
-            for start in range(0, count + room, SIZE)
-        ]
-        wanted.sort()
-        self._due = [step for step, _, _ in wanted]
-        table: list[list[int]] = [[] for _ in counts]
-        for page, (_, head, _) in enumerate(wanted):
-            table[head].append(page)
-        spare = self.total - len(wanted)
-        heads = [head for _, head, _ in wanted] + [0] * spare
-        starts = [start for _, _, start in wanted] + [torch.iinfo(torch.int64).max // 2] * spare
-        padded = [[*own, *itertools.repeat(own[-1] if own else 0, self.total - len(own))] for own in table]
-        for tensor, values in zip(self.map, (heads, starts, padded), strict=True):
-            tensor.copy_(torch.tensor(values, dtype=torch.int64))
+        needed = pages_of(counts, room)
+        heads = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(needed))
+        ends = torch.tensor(needed).cumsum(0)
+        starts = (torch.arange(sum(needed)) - (ends - torch.tensor(needed))[heads]) * SIZE
+        due = starts - torch.tensor(list(counts))[heads] + 1  # from which step on, counted from 1, it is needed
+        order = due.argsort(stable=True)
+        self._due = due[order].tolist()
+        spare = self.total - sum(needed)
+        nobody = torch.full((spare,), torch.iinfo(torch.int64).max // 2)
+        places = torch.minimum(torch.arange(self.width), torch.tensor(needed)[:, None] - 1)
+        table = order.argsort()[(ends - torch.tensor(needed))[:, None] + places]
+        head = torch.cat((heads[order], torch.zeros(spare, dtype=torch.int64)))
+        for tensor, values in zip(self.map, (head, torch.cat((starts[order], nobody)), table), strict=True):
+            tensor.copy_(values)
 
     def read(self, step: int) -> int:
         """How many of the pages step `step` after the cut, counted from 1, has to read."""
-        return max(1, bisect.bisect_right(self._due, step))
+        return max(2, bisect.bisect_right(self._due, step))
 
     @property
     def assigned(self) -> int:

@@ -138,7 +138,7 @@ class Policy:
                 f"prefill={rule.name!r} shares its budget out by {rule.allocation!r}, which needs coupling "
                 f"{' or '.join(map(repr, fits))}, got {self.coupling!r}"
             )
-        if rule.behavior is not None and self.coupling != "per_head":
+        if rule.search is not None and self.coupling != "per_head":
             raise ValueError(
                 f"prefill={rule.name!r} removes entries of single heads, which needs coupling 'per_head', got "
                 f"{self.coupling!r}"
@@ -160,10 +160,11 @@ class Policy:
             )
         if not self.grows:
             raise ValueError(f"interval={interval!r} with grows=False: it says when a prefill's method cuts again")
-        if not rule.even or rule.needs.all_queries:
+        if not rule.even or rule.needs.all_queries or rule.needs.exit:
+            why = "looks at all queries" if rule.needs.all_queries else "looks at the last layer's states of a prompt"
             raise ValueError(
                 f"interval={interval!r} with prefill={rule.name!r}, which "
-                + ("looks at all queries" if rule.even else "leaves layers or heads different budgets")
+                + (why if rule.even else "leaves layers or heads different budgets")
                 + ": use one that looks at the last queries, or at none, with allocation='uniform'"
             )
 

@@ -154,7 +154,8 @@ def write(slots: LayerSlots, k: Tensor, v: Tensor) -> None:
 
 def valid_slots(slots: LayerSlots, window: int | None) -> Tensor:
     """Which slots the layer meets: [B, Gc, n] bool."""
-    held = slots.index < slots.length[..., None]
+    # A row that ended with nothing in a head meets that head's first slot, for want of another.
+    held = slots.index < slots.length.clamp_min(1)[..., None]
     if window is None:
         return held
     return held & (slots.positions[..., : slots.index.shape[0]] > slots.newest[:, None, None] - window)
@@ -331,9 +332,8 @@ class Buffers:
         self.shape, self.batch, self.capacity = shape, batch, capacity
         self.pages: list[pages.Pages] | None = None
         if counts is not None:
-            totals = [pages.number(one, room) for one in counts]
-            self.pages = [pages.Pages(total, shape.kv_heads, shape.device) for total in totals]
-            self.assign(counts, room)
+            self.room = room
+            self.pages = [pages.Pages(one, room, shape.device) for one in counts]
         self.keys: list[Tensor | None] = [None] * shape.layers
         self.values: list[Tensor | None] = [None] * shape.layers
         accumulated = torch.promote_types(shape.dtype, torch.float32)
@@ -370,12 +370,12 @@ class Buffers:
         """Whether there are pages for so many entries and so many more."""
         if self.pages is None or self.capacity < max(map(max, counts)) + room:
             return False
-        return all(pages.number(some, room) <= own.total for own, some in zip(self.pages, counts, strict=True))
+        return all(own.fits(some, room) for own, some in zip(self.pages, counts, strict=True))
 
     @property
     def layout(self) -> Hashable:
         """What of these buffers' shapes is not in their `Shape` and the number of rows."""
-        return self.capacity, None if self.pages is None else tuple(one.total for one in self.pages)
+        return self.capacity, None if self.pages is None else tuple((one.total, one.width) for one in self.pages)
 
     def add_layer(self, layer: int) -> None:
         """Allocate one layer, unless it is there."""

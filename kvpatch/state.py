@@ -87,12 +87,12 @@ class State:
         """Hold no view of the buffers, so that a layer's memory is free as soon as it has moved."""
         self.views = []
 
-    def read(self, n: int, by_layer: list[int] | None = None) -> None:
+    def read(self, n: int, pages: list[int] | None = None) -> None:
         """The next step reads the first n slots, of their keys and values so many pages of each layer if given."""
         if n != self.ledger.index.shape[0]:
             self.ledger = self.ledger._replace(index=self._first(n))
-        if by_layer is not None:
-            self.indexes = [self._first(one) for one in by_layer]
+        if pages is not None:
+            self.indexes = [self._first(one) for one in pages]
         elif self.indexes[0] is not self.ledger.index:
             self.indexes = [self.ledger.index] * len(self.indexes)
 

@@ -14,7 +14,6 @@ from typing import Annotated
 
 import typer
 
-from kvpatch.profiles import run_tables
 from kvpatch.profiles._shared import markdown
 
 HERE = Path(__file__).parent

@@ -50,3 +50,19 @@ def poisoned():
     assert torch.empty(8).isnan().all() and torch.zeros(1).new_empty(8).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def played(monkeypatch):
+    """Kinds of the steps that were repeated."""
+    from kvpatch.replay import Tape
+
+    kinds = []
+    original = Tape.play
+
+    def play(self, kind, *tensors):
+        kinds.append(kind)
+        return original(self, kind, *tensors)
+
+    monkeypatch.setattr(Tape, "play", play)
+    return kinds

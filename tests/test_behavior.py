@@ -77,7 +77,7 @@ def test_the_closed_form_is_what_a_masked_softmax_changes(seed, groups, batch, s
     keys, values = torch.randn(2, batch, groups, n, width, generator=generator, dtype=torch.float64)
     lengths = torch.randint(window + 1, n + 1, (batch,), generator=generator)
     evicted = torch.rand(batch, groups, n, generator=generator) < torch.rand((), generator=generator)
-    evicted[..., 0] = False
+    evicted[..., 0] = False  # the reference knows no head without anything
     found = kvpatch.deletion_effect(queries, keys, values, evicted, lengths=lengths, cells=cells)
     output = torch.randn(5, heads * width, generator=generator, dtype=torch.float64)
     residual = deletion.to_residual(found.change, output)
@@ -106,6 +106,13 @@ def test_what_is_nearly_alone_loses_no_digits():
     values = torch.tensor([[[[5.0], [1.0], [2.0]]]], dtype=torch.float64)
     found = kvpatch.deletion_effect(q, keys, values, torch.tensor([[[True, False, False]]]), scale=1.0)
     assert found.change.item() == pytest.approx(1.5 - 5.0, rel=1e-14)
+
+
+def test_a_query_that_meets_nothing_loses_nothing():
+    q, keys = torch.randn(1, 2, 3, 4), torch.randn(1, 1, 5, 4)
+    found = kvpatch.deletion_effect(q, keys, keys, torch.ones(1, 1, 5, dtype=torch.bool), lengths=torch.tensor([2]))
+    assert all((one[:, :, 0] == 0).all() for one in found)  # the first of three queries stands before both entries
+    assert torch.allclose(found.change[:, :, 1:], -found.output[:, :, 1:])  # all that there is goes
 
 
 @pytest.mark.parametrize(
@@ -299,12 +306,10 @@ def test_a_models_prompt_loses_what_the_reference_removes(allocation):
         data = inside(model, ids, window, 20)
         n = len(ids)
         entries = [(layer, group, i) for layer in range(2) for group in range(2) for i in range(1, n - window)]
-        parts = {"global": [entries], "adaptive": [[one for one in entries if one[0] == layer] for layer in range(2)]}
         if allocation == "uniform":
             order = removed_by_head(data, entries, n - budget)
         else:
             order = oracle.greedy(data, entries, 4 * (n - budget), uniform=allocation == "adaptive").order
-            assert len(parts[allocation]) in (1, 2)
         for layer, group in itertools.product(range(2), range(2)):
             kept = {one for one in held[layer, row, group].tolist() if 0 <= one < n}
             assert kept == set(range(n)) - {i for a, b, i in order if (a, b) == (layer, group)}
@@ -328,7 +333,7 @@ def removed_by_head(data, entries, quota: int, pool: float = 1.5) -> list:
     return order
 
 
-def test_blocks_sharing_and_padding_leave_what_a_prompt_alone_does():
+def test_chunks_sharing_and_padding_leave_what_a_prompt_alone_does():
     model, rows, budget = llama(layers=2), prompts((40, 33)), 12
     policy = cutting("global", rounds=0.1)
     with kvpatch.patched(model, policy, budget=budget, compile=False) as handle:
@@ -336,12 +341,77 @@ def test_blocks_sharing_and_padding_leave_what_a_prompt_alone_does():
         for row, ids in enumerate(rows):
             alone = run(model, left_padded([ids]), max_new_tokens=6)
             assert torch.equal(alone[0, -6:], together[row, -6:])
+        for chunk in (2, 7):
+            assert torch.equal(run(model, left_padded(rows), max_new_tokens=6, prefill_chunk_size=chunk), together)
     with kvpatch.patched(model, "full", compile=False) as handle:
-        source = handle.read(**left_padded(rows), policies=[policy])
-        fork = source.fork(policy, budget=budget)
-        assert torch.equal(run(model, left_padded(rows), max_new_tokens=6, **{handle.keyword: fork}), together)
+        for beside in ((), ("snapkv",)):  # another policy's window is longer
+            source = handle.read(**left_padded(rows), policies=[policy, *beside])
+            fork = source.fork(policy, budget=budget)
+            assert torch.equal(run(model, left_padded(rows), max_new_tokens=6, **{handle.keyword: fork}), together)
         with pytest.raises(RuntimeError, match="queries were not noted"):
             handle.read(**left_padded(rows)).fork(policy, budget=budget)
+
+
+def test_what_holds_nearly_all_attention_goes_if_nothing_else_may():
+    """In single precision a sink leaves nothing: the search must end, and remove what it was told to."""
+    data = drawn(0, groups=1, queries=1, n=6, width=3)
+    for layer in data.layers:
+        layer.k[:, 0], layer.q[:] = 60.0, 1.0
+    places = torch.tensor(data.positions)
+    layers = data.layers
+    search = Search(
+        [one.q[:, places].float() for one in layers],
+        [one.k.float() for one in layers],
+        [one.v.float() for one in layers],
+        [torch.arange(6) <= places[:, None]] * 2,
+        [one.wo.float() for one in layers],
+        Exit(data.x[places][None].float(), data.gamma.float(), data.eps, data.unembedding.float()),
+        layers[0].scale,
+        Behavior(support=6),
+    )
+    assert search.weights[0][..., 0].min() == 1.0
+    mask, entries = eligible_of(data)
+    found = search.run(mask, [len(entries)])
+    assert {tuple(one) for one in found.order.tolist()} == set(entries) and found.halved > 0
+
+
+def test_a_budget_of_nothing_but_what_is_protected_is_met():
+    model, ids = llama(dtype=torch.float32), torch.tensor(prompts((44,)))
+    with kvpatch.patched(model, cutting("global", window=16), budget=17, compile=False) as handle:
+        model.generate(ids, max_new_tokens=1, do_sample=False)
+        assert ((handle.retained() >= 0).sum(-1) == 17).all()
+
+
+def test_a_head_that_was_replaced_is_the_one_that_counts():
+    model, batch = llama(layers=2), left_padded(prompts((40,)))
+    policy = cutting("global", rounds=0.1)
+    with kvpatch.patched(model, policy, budget=9, compile=False) as handle:
+        run(model, batch, max_new_tokens=1)
+        before = handle.retained()
+        model.lm_head = torch.nn.Linear(model.config.hidden_size, model.config.vocab_size, bias=True).double()
+        run(model, batch, max_new_tokens=1)
+        after = handle.retained()
+    with kvpatch.patched(model, policy, budget=9, compile=False) as handle:
+        run(model, batch, max_new_tokens=1)
+        assert torch.equal(handle.retained(), after) and not torch.equal(after, before)
+
+
+def test_a_head_that_is_more_than_a_weight_is_refused_and_the_model_goes_on():
+    model, batch = llama(layers=2), left_padded(prompts((40,)))
+
+    class Scaled(torch.nn.Linear):
+        pass
+
+    head, expected = model.lm_head, run(model, batch, max_new_tokens=3)
+    model.lm_head = Scaled(1, 1)
+    model.lm_head.weight = head.weight
+    model.lm_head.bias = None
+    with kvpatch.patched(model, cutting("global"), budget=9, compile=False):
+        with pytest.raises(ValueError, match="weight of the model's head, and Scaled"):
+            run(model, batch)
+        assert not model.model.norm._forward_pre_hooks
+    model.lm_head = head
+    assert torch.equal(run(model, batch, max_new_tokens=3), expected)
 
 
 def test_a_budget_that_holds_all_changes_nothing():
@@ -359,6 +429,7 @@ def test_a_budget_that_holds_all_changes_nothing():
         ({"chunk": 4}, ("chunk=4",)),
         ({"score": "snapkv", "behavior": Behavior()}, ("behavior=", "'snapkv'")),
         ({"behavior": 3}, ("kvpatch.Behavior", "3")),
+        ({"behavior": {"foo": 1}}, ("behavior={'foo': 1}", "kvpatch.Behavior", "foo")),
     ],
 )
 def test_rules_that_make_no_sense_are_refused(given, words):
@@ -370,3 +441,15 @@ def test_rules_that_make_no_sense_are_refused(given, words):
 def test_entries_of_single_heads_need_sets_of_their_own():
     with pytest.raises(ValueError, match="'behavior' removes entries of single heads.*'per_layer'"):
         kvpatch.Policy(prefill=kvpatch.Prefill("behavior", score="behavior"), grows=True, coupling="per_layer")
+
+
+def test_a_search_that_a_file_describes_is_one():
+    rule = kvpatch.Prefill(score="behavior", behavior={"rounds": 0.0, "support": 8})
+    assert rule.search == Behavior(support=8, rounds=0.0) and kvpatch.Prefill(score="behavior").search == Behavior()
+    assert kvpatch.Prefill("behavior", score="behavior").replace(score="snapkv").search is None
+
+
+def test_cutting_again_has_no_states_to_go_by():
+    rule = kvpatch.Prefill("behavior", score="behavior")
+    with pytest.raises(ValueError, match="interval=8.*'behavior'.*last layer's states"):
+        kvpatch.Policy(prefill=rule, grows=True, coupling="per_head", interval=8)

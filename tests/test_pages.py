@@ -17,12 +17,14 @@ pytestmark = QUIET
 counts_of_heads = st.lists(st.integers(1, 200), min_size=1, max_size=5)
 
 
-@given(counts_of_heads, st.integers(1, 90), st.integers(0, 3))
-def test_each_head_has_a_place_for_every_slot_and_a_step_reads_the_pages_that_it_needs(counts, room, spare):
-    own = Pages(pages.number(counts, room) + spare, len(counts), torch.device("cpu"))
+@given(counts_of_heads, st.integers(1, 90), st.integers(0, 70))
+def test_each_head_has_a_place_for_every_slot_and_a_step_reads_the_pages_that_it_needs(counts, room, more):
+    """Also where the pages were made for more, and for heads in another order."""
+    own = Pages([count + more for count in reversed(counts)], room, torch.device("cpu"))
     own.assign(counts, room)
     table = own.map.table.tolist()
-    assert own.total - spare == own.assigned == sum(-(-(count + room) // pages.SIZE) for count in counts)
+    needed = [-(-(count + room) // pages.SIZE) for count in counts]
+    assert own.assigned == sum(needed) and (more or own.total == max(2, own.assigned))
     taken = {}
     for head, count in enumerate(counts):
         for slot in range(count + room):
@@ -31,13 +33,15 @@ def test_each_head_has_a_place_for_every_slot_and_a_step_reads_the_pages_that_it
             assert taken.setdefault((page, slot % pages.SIZE), (head, slot)) == (head, slot)
             step = max(1, slot - count + 1)  # the first that meets it
             assert page < own.read(step)
-    assert own.read(1) == sum(-(-(count + 1) // pages.SIZE) for count in counts)
-    assert own.read(room) == own.assigned
+    assert own.read(1) == max(2, sum(-(-(count + 1) // pages.SIZE) for count in counts))
+    assert own.read(room) == max(2, own.assigned)
+    assert (own.map.start[own.assigned :] > 10**9).all()  # nobody's: no head comes so far
+    assert own.fits(counts, room) and not own.fits([count + pages.SIZE * own.total for count in counts], room)
 
 
 def test_too_few_pages_are_refused():
-    with pytest.raises(ValueError, match=r"room must leave at most 2 pages for heads of \[40, 30\], got 3"):
-        Pages(2, 2, torch.device("cpu")).assign([40, 30], 3)
+    with pytest.raises(ValueError, match=r"room must leave at most 4 pages for heads of \[40, 70\], got 3"):
+        Pages([40, 40], 3, torch.device("cpu")).assign([40, 70], 3)
 
 
 @given(st.integers(1, 2), counts_of_heads, st.integers(1, 40), st.integers(0, 9))
@@ -54,12 +58,10 @@ def test_pages_hold_what_the_order_says_and_keep_it_where_they_grow(batch, count
                     found = held[row, page, slot % pages.SIZE]
                     assert torch.equal(found, source[row, head, order[row, head, slot]])
 
-    own = Pages(pages.number(counts, room), len(counts), source.device)
-    own.assign(counts, room)
+    own = Pages(counts, room, source.device)
     held = pages.gather(source, order, own.map)
     expect(held, own)
-    more = Pages(pages.number(counts, room + 50), len(counts), source.device)
-    more.assign(counts, room + 50)
+    more = Pages(counts, room + 50, source.device)
     grown = torch.zeros(batch, more.total, pages.SIZE, 3)
     pages.scatter(held, own, grown, more)
     expect(grown, more)
@@ -185,7 +187,50 @@ def test_text_does_not_depend_on_where_the_slots_lie(backend, size, monkeypatch)
     assert torch.equal(said(backend), expected)
 
 
-def test_prompts_of_any_length_share_their_graphs_and_steps_are_repeated():
+def test_buffers_of_a_longer_prompt_serve_a_shorter_one_that_grows():
+    """Beams do not say how far they will go, so room is made as they come."""
+    model, more = llama(), {"num_beams": 2, "max_new_tokens": 40}
+    batches = [{"input_ids": torch.tensor(prompts((length,)))} for length in (300, 50)]
+    with kvpatch.patched(model, uneven(), budget=12, compile=False) as handle:
+        alone = []
+        for batch in batches:
+            handle.free()
+            alone.append(run(model, batch, **more))
+        handle.free()
+        for batch, tokens in zip(batches, alone, strict=True):
+            assert torch.equal(run(model, batch, **more), tokens)
+
+
+def test_a_row_that_ends_with_nothing_in_a_head_disturbs_no_other():
+    model, batch = llama(layers=2), left_padded(prompts((40, 31)))
+    rule = kvpatch.Prefill("bare", recent=0, allocation="table", table=((4, 0), (1, 1)))
+    policy = kvpatch.Policy("mine", prefill=rule, grows=True, coupling="per_head")
+    for backend in ("packed", "reference"):
+        with kvpatch.patched(model, policy, budget=8, compile=False, backend=backend):
+            first = int(run(model, batch, max_new_tokens=1)[0, -1])
+            seen = model.generate(
+                **batch,
+                max_new_tokens=6,
+                do_sample=False,
+                eos_token_id=first,
+                pad_token_id=0,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+        assert torch.stack(seen.logits).isfinite().all()
+
+
+def test_a_model_of_one_kv_head_reads_on_into_the_next_page():
+    """A single page is a size of one, which compiled code takes for a constant."""
+    model, batch = llama(kv_heads=1, dtype=torch.float32), {"input_ids": torch.tensor(prompts((60,)))}
+    tokens = []
+    for compile in (False, True):
+        with kvpatch.patched(model, "pyramidkv", budget=34, compile=compile):
+            tokens.append(run(model, batch, max_new_tokens=40))
+    assert torch.equal(*tokens)
+
+
+def test_prompts_of_any_length_share_their_graphs_and_steps_are_repeated(played):
     model = llama(dtype=torch.float32)
     budget, more = kvpatch.Budget(0.25, min_budget=16), {"max_new_tokens": 40}
     batches = [{"input_ids": torch.tensor(prompts((length,)))} for length in (60, 600, 500)]
@@ -194,6 +239,8 @@ def test_prompts_of_any_length_share_their_graphs_and_steps_are_repeated():
     with kvpatch.patched(model, uneven(), budget=budget) as handle:
         read = set()
         for batch, tokens in zip(batches, expected, strict=True):
+            played.clear()
             assert torch.equal(run(model, batch, **more), tokens)
+            assert len(played) == 38  # all steps but the recorded one
             read.add(tuple(one.total for one in handle._cache.current.pages))
         assert len(read) > 1 and handle.stats.recompiles == 0

@@ -9,7 +9,6 @@ from factories import left_padded, llama, prompts
 from factories import run as run_batch
 
 import kvpatch
-from kvpatch.replay import Tape
 
 
 def run(model, lengths, **more):
@@ -20,20 +19,6 @@ def run(model, lengths, **more):
 def patched():
     model = llama(query_groups=3, dtype=torch.float32)
     return model, kvpatch.patch(model, "inertia-lazy", budget=12)
-
-
-@pytest.fixture
-def played(monkeypatch):
-    """Kinds of the steps that were repeated."""
-    kinds = []
-    original = Tape.play
-
-    def play(self, kind, *tensors):
-        kinds.append(kind)
-        return original(self, kind, *tensors)
-
-    monkeypatch.setattr(Tape, "play", play)
-    return kinds
 
 
 def test_steps_of_an_unchanged_shape_are_repeated_and_give_the_same_tokens(patched, played):

@@ -166,7 +166,7 @@ def attend(
         inside = slot < end
         lies = slot
         if PAGE:
-            lies = tl.load(table + slot // PAGE, mask=inside, other=0).to(tl.int32) * PAGE + slot % PAGE
+            lies = tl.load(table + slot // PAGE, mask=inside, other=0) * PAGE + slot % PAGE
         k = tl.load(keys + lies[None, :] * D + slot_d[:, None], mask=inside[None, :] & in_d[:, None], other=0.0)
         x = _dot(q, k, PRECISION) * scale2
         valid = inside & (slot != free)

@@ -124,7 +124,8 @@ def weighted(heads: list[tuple[int, int]], seen: list[Observed]) -> list[tuple[i
     for layer, head in heads:
         beside = sum(index == layer for index, _ in heads)
         decay = Blend.alpha ** (len(layers) - 1 - layers.index(layer))
-        found.append((layer, head, round(min(needs.values()) / needs[layer, head] * beside / decay, 3)))
+        weight = min(needs.values()) / needs[layer, head] * beside / decay
+        found.append((layer, head, float(f"{weight:.3g}")))
     return found
 
 

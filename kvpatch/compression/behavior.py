@@ -23,6 +23,7 @@ from kvpatch.ranking import is_int, is_real
 
 NAME = "behavior"
 EVERY = 10  # rounds after which all candidates are weighed anew
+HEAD_ROWS = 2**14  # of the head's weight that are widened at once
 CELLS = 2**24  # of the largest piece that is made at once
 
 
@@ -31,7 +32,8 @@ class Behavior:
     """How the search goes.
 
     Args:
-        support: likeliest next tokens whose distribution is to be kept; the whole vocabulary gives all of it.
+        support: likeliest next tokens whose distribution is to be kept; the whole vocabulary gives all of it. The
+            search holds support * D floats for every layer, query head and scoring position.
         pool: candidates, as a multiple of the number to be removed: those that cost least alone.
         epsilon: least attention mass that a query's head must retain. Where no entry can be removed otherwise it is
             halved.
@@ -105,7 +107,8 @@ def support_of(states: Tensor, way: Exit, size: int) -> tuple[Tensor, Tensor]:
         states: [U, E].
     """
     scale = (states.square().mean(-1, keepdim=True) + way.epsilon).sqrt()
-    logits = (states / scale * way.gain.to(states.dtype)) @ way.head.to(states.dtype).T
+    normed = states / scale * way.gain.to(states.dtype)
+    logits = torch.cat([normed @ some.to(states.dtype).T for some in way.head.split(HEAD_ROWS)], -1)
     if way.bias is not None:
         logits = logits + way.bias.to(states.dtype)
     best = logits.topk(min(size, logits.shape[-1]), dim=-1)
@@ -158,10 +161,9 @@ class Search:
             packed = query.to(wide).view(self.groups, heads // self.groups, count, width).transpose(1, 2)
             logits = torch.einsum("gurd,gnd->gurn", packed, key.to(wide)) * scale
             weights = logits.masked_fill(~meet[:, None], -torch.inf).softmax(-1)  # [G, U, R, n]
-            value = value.to(wide)
             by_group = output.to(wide).view(-1, self.groups, heads // self.groups * width).transpose(0, 1)
             projected = torch.stack([rows @ one for one in by_group])  # [G, U, K, R * D]
-            seen = torch.einsum("gurn,gnd->gurd", weights, value)
+            seen = torch.einsum("gurn,gnd->gurd", weights, value.to(wide))
             self.weights.append(weights)
             self.values.append(value)
             self.projected.append(projected)
@@ -177,7 +179,11 @@ class Search:
 
     def _head_shift(self, layer: int, group: int) -> Tensor:
         """What one KV head's mask adds to the shift, [U, K, 1]."""
-        return self.of_lost[layer][group] @ (1 / (1 - self.mass[layer][group]))[..., None]
+        return self.of_lost[layer][group] @ (1 / self._left(self.mass[layer][group]))[..., None]
+
+    def _left(self, mass: Tensor) -> Tensor:
+        """What remains of a head's attention; where rounding leaves nothing, as little as can be told from nothing."""
+        return (1 - mass).clamp_min(torch.finfo(mass.dtype).eps)
 
     def costs(self, layer: int, group: int, entries: Tensor) -> Tensor:
         """The mask's divergence with each of some entries [c] of a head removed too: [c]."""
@@ -188,17 +194,18 @@ class Search:
         found = []
         for some in entries.split(max(1, CELLS // (len(mass) * max(projected.shape[1:])))):
             a = weights[..., some]  # [U, R, c]
-            left = 1 / (1 - mass[..., None] - a)
+            left = 1 / self._left(mass[..., None] + a)
             # (m o - c) + a (o - v), over what is left; lost and o have been through norm and head before.
             part = a * left
-            moved = (part[:, :, None] * values[some].T).flatten(1, 2)  # [U, R * D, c]
+            moved = (part[:, :, None] * values[some].T.to(a.dtype)).flatten(1, 2)  # [U, R * D, c]
             shift = torch.baddbmm(rest + known @ torch.cat((left, part), 1), projected, moved, alpha=-1)
             found.append(divergence(self.logp, shift).mean(0))
-        return torch.cat(found)
+        # A cost that is no number is one that nobody wants to pay, and is paid if there is no other.
+        return torch.cat(found).nan_to_num(nan=torch.finfo(self.shift.dtype).max)
 
     def admissible(self, layer: int, group: int, entries: Tensor, epsilon: float) -> Tensor:
         """Which of some entries [c] leave every query's heads at least that mass: [c] bool."""
-        left = 1 - self.mass[layer][group][..., None] - self.weights[layer][group][..., entries]
+        left = self._left(self.mass[layer][group][..., None] + self.weights[layer][group][..., entries])
         return (left >= epsilon).flatten(0, 1).all(0)
 
     def remove(self, layer: int, group: int, entries: Tensor) -> None:
@@ -207,7 +214,7 @@ class Search:
         a, values = self.weights[layer][group][..., entries], self.values[layer][group][entries]
         mass = a.sum(-1)  # [U, R]
         self.mass[layer][group] += mass
-        of_values = self._through(self.projected[layer][group], a @ values)
+        of_values = self._through(self.projected[layer][group], a @ values.to(a.dtype))
         self.of_lost[layer][group] += mass[:, None] * self.of_outputs[layer][group] - of_values
         self.shift += self._head_shift(layer, group)
 
@@ -307,7 +314,7 @@ class Search:
         for (layer, group), entries in of_heads.items():
             some = torch.tensor(entries, device=self.shift.device)
             gone = self.weights[layer][group][..., some].cumsum(-1) + self.mass[layer][group][..., None]
-            enough = (1 - gone >= epsilon).flatten(0, 1).all(0).cpu()
+            enough = (self._left(gone) >= epsilon).flatten(0, 1).all(0).cpu()
             fine[layer, group] = int(enough.int().cumprod(0).sum())
         seen: dict[tuple[int, int], int] = {}
         for layer, group, entry in triples:

@@ -165,11 +165,12 @@ class Prefill:
             if self.behavior is not None:
                 raise ValueError(f"behavior={self.behavior!r} with score={self.score!r}: leave it out")
             return
-        if self.behavior is None:
-            object.__setattr__(self, "behavior", Behavior())
         if isinstance(self.behavior, Mapping):  # from a file
-            object.__setattr__(self, "behavior", Behavior(**self.behavior))
-        if not isinstance(self.behavior, Behavior):
+            try:
+                object.__setattr__(self, "behavior", Behavior(**self.behavior))
+            except TypeError as error:
+                raise ValueError(f"behavior={dict(self.behavior)!r} is no kvpatch.Behavior: {error}") from None
+        if not isinstance(self.behavior, Behavior | None):
             raise ValueError(f"behavior must be a kvpatch.Behavior or None, got {self.behavior!r}")
         if self.allocation not in ("uniform", "adaptive", "global"):
             raise ValueError(
@@ -207,6 +208,11 @@ class Prefill:
         window = self.window if method.window or self.allocation == "cake" else 0
         output = self.critical is not None or method.exit
         return Needs(window, method.law, method.mass, output, method.repeat, method.bounds, method.exit)
+
+    @property
+    def search(self) -> Behavior | None:
+        """How entries are searched for; None where they are ranked."""
+        return (self.behavior or Behavior()) if self.score == behavior.NAME else None
 
     @property
     def even(self) -> bool:
@@ -294,8 +300,8 @@ def cut(
     sinks, recent = (torch.tensor(one, device=device) for one in zip(*pairs, strict=True))
     protected = held & ((places < sinks[:, None, None]) | (places >= ends - recent[:, None, None]))
     prompts = [prompt._replace(spared=recent) for prompt in prompts]
-    if rule.behavior is not None:
-        keep = behavior.choose(rule.behavior, rule.allocation, prompts, way, held, protected, lengths, budgets, **more)
+    if rule.search is not None:
+        keep = behavior.choose(rule.search, rule.allocation, prompts, way, held, protected, lengths, budgets, **more)
         return Cut(keep, [torch.zeros_like(prompt.keys[..., 0]) for prompt in prompts])
     found, norms, preferences = _scored(rule, prompts, layers, heads)
     if rule.chunk > 1:

@@ -52,7 +52,7 @@ class Watch:
         masses, peaks: [B, G, n] by column; peaks of the queries that repeat the prompt.   outputs: [E, H * D].
         repeating: columns of the prompt while it is repeated, else None.
         scale: what logits are multiplied by.
-        exit: `behavior.Exit` whose states stand at the queries' positions; None where it is not wanted.
+        exit: `prompt.Exit` whose states stand at the queries' positions; None where it is not wanted.
     """
 
     _LISTS = ("queries", "asks", "outputs", "masses", "peaks", "_sums", "_squares", "_counts")
