@@ -397,8 +397,8 @@ class SlotCache(Cache):
     def bring_to(self, needed: int) -> slots.Buffers:
         """The buffers to decode in, for so many slots of the fullest: the kept ones where they fit.
 
-        Where layers or heads hold unlike numbers of entries they are in pages, for those and what may come; not in models
-        with a sliding window.
+        Where layers or heads hold unlike numbers of entries they are in pages, for those and what may come, unless the
+        model has a sliding window.
         """
         kept, room = self.kept, self.ahead + 1
         # A window is told by places, which positions and keys must share.
