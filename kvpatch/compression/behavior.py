@@ -29,7 +29,7 @@ CELLS = 2**24  # of the largest piece that is made at once
 
 @dataclass(frozen=True)
 class Behavior:
-    """How the search goes.
+    """How behaviour-preserving compression (`prefill="behavior"`) searches for what may go.
 
     Args:
         support: likeliest next tokens whose distribution is to be kept; the whole vocabulary gives all of it. The
