@@ -84,7 +84,7 @@ def test_the_focus_lies_between_prompts_with_a_fact_and_plain_texts():
     least, others = min(map(by_hand, seen)), sorted(map(by_hand, plain))
     assert others[-1] < least
     found = choice.focus_of(heads, seen, plain)
-    beneath = (others[7] + others[8]) / 2  # of 11, the place 0.75 * 10 = 7.5
+    beneath = others[9]  # of 11, the place 0.9 * 10 = 9
     assert found == math.floor(100 * (least + beneath) / 2) / 100 and beneath < found < least
     # Where plain texts have as much, no prompt with a fact is lost.
     assert choice.focus_of(heads, plain, seen) == math.floor(100 * others[0]) / 100
