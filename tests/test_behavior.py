@@ -16,7 +16,7 @@ from kvpatch.compression.behavior import Behavior, Search
 from kvpatch.compression.prompt import Exit
 
 EXACT = Behavior(support=6, rounds=0.0)
-DRAWS = settings(deadline=None, derandomize=True, max_examples=40)
+DRAWS = settings(deadline=None, derandomize=True, max_examples=20)
 
 
 def drawn(
@@ -177,7 +177,7 @@ def test_a_mask_costs_what_it_does_scored_from_scratch(seed, count):
         assert costs == pytest.approx(right, rel=1e-8, abs=1e-12)
 
 
-@settings(DRAWS, max_examples=25)
+@settings(DRAWS, max_examples=15)
 @given(st.integers(0, 9999), st.integers(1, 12), st.sampled_from([0.05, 0.3, 0.9]), st.booleans(), st.booleans())
 def test_each_step_removes_what_costs_least_of_all_that_may_go(seed, count, epsilon, sharp, by_layer):
     data, pool = drawn(seed, sharp=3.0 if sharp else 1.0), 1.5

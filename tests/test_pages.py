@@ -88,7 +88,7 @@ def in_pages(step, size, generator):
     return *(side.to(device) for side in held), Map(head.to(device), start.to(device), table.to(device))
 
 
-@settings(max_examples=25, **UNTIMED)
+@settings(max_examples=12, **UNTIMED)
 @given(shapes, st.sampled_from([4, 16]), st.booleans(), st.integers(0, 99))
 @pytest.mark.usefixtures("poisoned")
 def test_kernels_read_and_write_pages_as_they_do_slots(case, size, split, seed):
@@ -107,7 +107,7 @@ def test_kernels_read_and_write_pages_as_they_do_slots(case, size, split, seed):
                 assert torch.equal(side[row, page, place], new[row, group, 0]) == bool(step.active[row])
 
 
-@settings(max_examples=40, **UNTIMED)
+@settings(max_examples=20, **UNTIMED)
 @given(shapes, st.sampled_from([4, 16]), st.integers(0, 99))
 def test_attention_over_pages_is_that_over_slots(case, size, seed):
     step = make(case | {"window": 0, "dtype": torch.float32, "inactive": False})

@@ -118,7 +118,7 @@ def _parts(name: str, q: Tensor, k: Tensor, n: int, shape: Shape) -> str:
     from kvpatch.attention import configs, triton
 
     config = configs.config_for(shape.queries, shape.width, q.element_size())
-    return f" in {triton._splits(q, k, n, config)} part(s)"
+    return f" in {triton._splits(q, k.shape[1], n, config)} part(s)"
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, site: attention.Site) -> tuple[Tensor, Tensor]:
