@@ -107,7 +107,7 @@ def make_paged(decode: Callable) -> Callable:
         page, place = slots.pages.table[heads, free // pages.SIZE], free % pages.SIZE
         slots.keys[rows, page, place] = k[:, :, 0]
         slots.values[rows, page, place] = v[:, :, 0]
-        return decode(q, slots.keys, slots.values, slots.pages, slots.length, slots.index, scale)
+        return decode(q, slots.keys, slots.values, slots.pages, met(slots), slots.index, scale)
 
     return attend
 
@@ -152,10 +152,14 @@ def write(slots: LayerSlots, k: Tensor, v: Tensor) -> None:
     slots.values[rows, heads, slots.free] = v[:, :, 0]
 
 
+def met(slots: LayerSlots) -> Tensor:
+    """How many slots each head meets, [B, Gc]: a row that ended with nothing in a head the first, for want of one."""
+    return slots.length.clamp_min(1)
+
+
 def valid_slots(slots: LayerSlots, window: int | None) -> Tensor:
     """Which slots the layer meets: [B, Gc, n] bool."""
-    # A row that ended with nothing in a head meets that head's first slot, for want of another.
-    held = slots.index < slots.length.clamp_min(1)[..., None]
+    held = slots.index < met(slots)[..., None]
     if window is None:
         return held
     return held & (slots.positions[..., : slots.index.shape[0]] > slots.newest[:, None, None] - window)

@@ -1,14 +1,18 @@
 """What the scripts here share beside `kvpatch.bench.record`."""
 
 from pathlib import Path
+from typing import Annotated
 
 import torch
+import typer
 
 import kvpatch
 from kvpatch.needle import document
 
 HERE = Path(__file__).resolve().parent
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+Threads = Annotated[int, typer.Option(help="CPU threads.")]
+Dtype = Annotated[str, typer.Option(help="float32 or bfloat16.")]
 
 
 def budget_of(policy: str, share: float, min_budget: int = 64) -> dict:

@@ -9,13 +9,12 @@ buffers while one text is read and two tokens are decoded; beside it stand the k
 """
 
 import dataclasses
-import time
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
-from _shared import DTYPES, HERE
+from _shared import DTYPES, HERE, Dtype, Threads
 from rich.console import Console
 from rich.progress import track
 
@@ -41,11 +40,8 @@ def bytes_of_tokens(model, tokens: int) -> int:
 def peak(model, policy, budget: int, prompt: torch.Tensor) -> tuple[int, float]:
     """Most bytes of cache buffers while a prompt [1, L] is read and two tokens are decoded, and seconds of reading."""
     with kvpatch.patched(model, policy, budget=budget) as handle:
-        started = time.perf_counter()
-        model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=1, do_sample=False)
-        seconds = time.perf_counter() - started
         model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=3, do_sample=False)
-        return handle.stats.peak_cache_bytes, seconds
+        return handle.stats.peak_cache_bytes, handle.stats.prefill_seconds
 
 
 def main(
@@ -56,8 +52,8 @@ def main(
     budget: Annotated[int, typer.Option(help="Tokens held a head.")] = 512,
     block: Annotated[int, typer.Option(help="Tokens of a block.")] = 512,
     seed: Annotated[int, typer.Option(help="Of the first text.")] = 1000,
-    threads: Annotated[int, typer.Option(help="CPU threads.")] = 2,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    threads: Threads = 2,
+    dtype: Dtype = "float32",
     out: Annotated[Path, typer.Option(help="CSV file that the rows are added to.")] = HERE / "bounded.csv",
 ) -> None:
     """Record prompts read whole and in blocks."""

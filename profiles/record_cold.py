@@ -18,7 +18,7 @@ from typing import Annotated
 
 import torch
 import typer
-from _shared import DTYPES, HERE, budget_of, needle_prompts, workload
+from _shared import DTYPES, HERE, Dtype, Threads, budget_of, needle_prompts, workload
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -77,8 +77,8 @@ def main(
     new_tokens: Annotated[int, typer.Option(help="Tokens of each call.", min=8)] = 16,
     budget: Annotated[float, typer.Option(help="Share of the prompt that is held.")] = 0.1,
     repetitions: Annotated[int, typer.Option(help="Fresh processes.")] = 3,
-    threads: Annotated[int, typer.Option(help="CPU threads.")] = 2,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    threads: Threads = 2,
+    dtype: Dtype = "float32",
     seed: Annotated[int, typer.Option(help="Of the document.")] = 0,
     out: Annotated[Path, typer.Option(help="CSV file that the rows are added to.")] = HERE / "cold.csv",
     child: Annotated[bool, typer.Option(hidden=True)] = False,

@@ -13,7 +13,7 @@ from typing import Annotated
 import psutil
 import torch
 import typer
-from _shared import DTYPES, HERE, budget_of, needle_prompts, workload
+from _shared import DTYPES, HERE, Dtype, Threads, budget_of, needle_prompts, workload
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -53,8 +53,8 @@ def main(
     warm: Annotated[int, typer.Option(help="Step where the early window begins.")] = 50,
     window: Annotated[int, typer.Option(help="Steps of the early and of the late window.")] = 100,
     rss_at: Annotated[int, typer.Option(help="Step at which the resident set is read first.")] = 500,
-    threads: Annotated[int, typer.Option(help="CPU threads.")] = 2,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    threads: Threads = 2,
+    dtype: Dtype = "float32",
     seed: Annotated[int, typer.Option(help="Of the document.")] = 0,
     out: Annotated[Path, typer.Option(help="CSV file that the row is added to.")] = HERE / "long.csv",
 ) -> None:

@@ -23,7 +23,7 @@ from typing import Annotated
 
 import torch
 import typer
-from _shared import DTYPES, HERE, budget_of
+from _shared import DTYPES, HERE, Dtype, Threads, budget_of
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -166,8 +166,8 @@ def main(
     text_seed: Annotated[int, typer.Option(help="Seed of the first prose text.")] = 1000,
     budget: Annotated[float, typer.Option(help="Share of the prompt that evicting policies hold.")] = 0.1,
     min_budget: Annotated[int, typer.Option(help="Least tokens held.")] = 1,
-    threads: Annotated[int, typer.Option(help="CPU threads.")] = 2,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    threads: Threads = 2,
+    dtype: Dtype = "float32",
     out: Annotated[Path, typer.Option(help="Folder of the CSV files.")] = HERE,
     again: Annotated[bool, typer.Option(help="Measure policies too whose row is there already.")] = False,
 ) -> None:

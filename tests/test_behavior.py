@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvpatch
-from kvpatch import deletion
+from kvpatch import deletion, progress
 from kvpatch.compression import behavior
 from kvpatch.compression.behavior import Behavior, Search
 from kvpatch.compression.prompt import Exit
@@ -44,21 +44,27 @@ def drawn(
     )
 
 
-def searching(data, how=EXACT) -> Search:
-    places = torch.tensor(data.positions)
-    n = data.layers[0].k.shape[1]
-    meets = torch.arange(n) <= places[:, None]
-    layers = data.layers
-    return Search(
-        [one.q[:, places] for one in layers],
-        [one.k for one in layers],
-        [one.v for one in layers],
-        [meets] * len(layers),
-        [one.wo for one in layers],
-        Exit(data.x[places][None], data.gamma, data.eps, data.unembedding),
-        layers[0].scale,
-        how,
-    )
+def searching(data, how=EXACT, dtype=torch.float64) -> Search:
+    """The search over what the reference's data say, in some precision."""
+    n, layers = data.layers[0].k.shape[1], data.layers
+    weights = []
+    for layer in layers:
+        rows = [
+            torch.stack(
+                [
+                    torch.nn.functional.pad(
+                        oracle.attention_weights(layer.q[head, u], layer.k[head // layer.group, : u + 1], layer.scale),
+                        (0, n - u - 1),
+                    )
+                    for u in data.positions
+                ]
+            )
+            for head in range(layer.heads)
+        ]
+        weights.append(torch.stack(rows).unflatten(0, (layer.kv_heads, layer.group)).to(dtype))
+    states, gain, head = (one.to(dtype) for one in (data.x[data.positions][None], data.gamma, data.unembedding))
+    values, outputs = ([getattr(one, name).to(dtype) for one in layers] for name in ("v", "wo"))
+    return Search(weights, values, outputs, Exit(states, gain, data.eps, head), how)
 
 
 def eligible_of(data, spared: int = 2) -> tuple[torch.Tensor, list]:
@@ -216,6 +222,43 @@ def test_rounds_remove_as_many_and_leave_the_mass_that_they_must(quotas, epsilon
         assert sum(units) <= sum(behavior.weighings(how, among, quota) for quota in quotas) * 2
 
 
+def removed_in_rounds(data, entries, quota: int, how: Behavior, every: int) -> tuple[list, int]:
+    """The rounds as `Behavior` describes them, masks scored from scratch: the order, and how often epsilon halved."""
+    costs = {one: oracle.mask_divergence(data, {one}) for one in entries}
+    alive = sorted(entries, key=lambda one: (costs[one], one))[: min(len(entries), how.pooled(quota))]
+    order, now, number, epsilon, halved = [], 0.0, 0, how.epsilon, 0
+    while len(order) < quota:
+        may = [one for one in alive if oracle.lowest_retained_mass(data, {*order, one}, *one[:2]) >= epsilon]
+        most = min(quota - len(order), len(may), max(1, int(how.rounds * len(may))))
+        taken, full = [], set()
+        for one in sorted(may, key=lambda one: (costs[one], one))[:most]:
+            if one[:2] not in full and oracle.lowest_retained_mass(data, {*order, *taken, one}, *one[:2]) >= epsilon:
+                taken.append(one)
+            else:
+                full.add(one[:2])  # what comes after it in this head waits for the next round
+        if not taken:
+            epsilon, halved = epsilon / 2, halved + 1
+            continue
+        order, alive, before, number = order + taken, [one for one in alive if one not in taken], now, number + 1
+        now = oracle.mask_divergence(data, set(order))
+        costs = {one: costs[one] + now - before for one in alive}
+        light = sorted(alive, key=lambda one: (costs[one], one))
+        for one in light if number % every == 0 else light[: max(1, int(how.again * len(alive)))]:
+            costs[one] = oracle.mask_divergence(data, {*order, one})
+    return order, halved
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rounds_go_as_they_are_described(seed, monkeypatch):
+    monkeypatch.setattr(behavior, "EVERY", 3)
+    data = drawn(seed, n=9, sharp=2.0)
+    mask, entries = eligible_of(data)
+    how = Behavior(support=6, rounds=0.25, again=0.4, epsilon=(0.05, 0.3, 0.6)[seed % 3])
+    order, halved = removed_in_rounds(data, entries, 20, how, 3)
+    found = searching(data, how).run(mask, [20])
+    assert [tuple(one) for one in found.order.tolist()] == order and found.halved == halved
+
+
 def test_the_search_is_told_of_all_that_it_weighs():
     data = drawn(5, n=30)
     mask, _ = eligible_of(data)
@@ -357,18 +400,7 @@ def test_what_holds_nearly_all_attention_goes_if_nothing_else_may():
     data = drawn(0, groups=1, queries=1, n=6, width=3)
     for layer in data.layers:
         layer.k[:, 0], layer.q[:] = 60.0, 1.0
-    places = torch.tensor(data.positions)
-    layers = data.layers
-    search = Search(
-        [one.q[:, places].float() for one in layers],
-        [one.k.float() for one in layers],
-        [one.v.float() for one in layers],
-        [torch.arange(6) <= places[:, None]] * 2,
-        [one.wo.float() for one in layers],
-        Exit(data.x[places][None].float(), data.gamma.float(), data.eps, data.unembedding.float()),
-        layers[0].scale,
-        Behavior(support=6),
-    )
+    search = searching(data, Behavior(support=6), torch.float32)
     assert search.weights[0][..., 0].min() == 1.0
     mask, entries = eligible_of(data)
     found = search.run(mask, [len(entries)])
@@ -453,3 +485,18 @@ def test_cutting_again_has_no_states_to_go_by():
     rule = kvpatch.Prefill("behavior", score="behavior")
     with pytest.raises(ValueError, match="interval=8.*'behavior'.*last layer's states"):
         kvpatch.Policy(prefill=rule, grows=True, coupling="per_head", interval=8)
+
+
+def test_long_work_shows_a_bar_on_a_terminal_and_nothing_elsewhere(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    for terminal in (False, True):
+        monkeypatch.setenv("FORCE_COLOR", "1") if terminal else monkeypatch.delenv("FORCE_COLOR", raising=False)
+        with progress.shown("weighing", 4) as tick:
+            tick(1)
+            tick(3)
+        shown = capsys.readouterr()
+        assert ("weighing" in shown.err) == terminal and not shown.out
+    monkeypatch.setattr(progress, "PATIENCE", 60.0)
+    with progress.shown("weighing", 4) as tick:
+        tick(4)
+    assert not capsys.readouterr().err

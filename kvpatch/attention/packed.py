@@ -38,7 +38,7 @@ def decode_pages(q: Tensor, keys: Tensor, values: Tensor, pages, length: Tensor,
         q: [B, H, 1, D].
         keys, values: [B, P, S, D], finite.
         pages: `kvpatch.pages.Map`.
-        length: [B, G] int64, or [B, 1]; of a head that holds nothing the first slot is met.
+        length: [B, G] int64, or [B, 1], at least 1.
         index: [n] int64, 0..n-1: pages that are read.
         scale: factor of the logits.
 
@@ -52,7 +52,7 @@ def decode_pages(q: Tensor, keys: Tensor, values: Tensor, pages, length: Tensor,
     packed = q.view(batch, groups, heads // groups, width)
     logits = torch.matmul(packed[:, head], keys[:, :count].transpose(-1, -2)).to(accumulated) * scale
     places = start[:, None] + torch.arange(size, device=q.device)
-    held = places < length.clamp_min(1).expand(batch, groups)[:, head][..., None]
+    held = places < length.expand(batch, groups)[:, head][..., None]
     logits = logits.masked_fill(~held.unsqueeze(2), -torch.inf)
     peak = logits.amax(-1)  # [B, P, R]; -inf where a page holds nothing
     own = head == torch.arange(groups, device=q.device)[:, None]  # [G, P]

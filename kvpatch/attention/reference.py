@@ -23,5 +23,5 @@ def decode_pages(q: Tensor, keys: Tensor, values: Tensor, pages, length: Tensor,
     batch, _, size, width = keys.shape
     groups = pages.table.shape[0]
     whole = [side[:, pages.table].reshape(batch, groups, -1, width) for side in (keys, values)]
-    valid = torch.arange(whole[0].shape[2], device=q.device) < length.clamp_min(1)[..., None]
+    valid = torch.arange(whole[0].shape[2], device=q.device) < length[..., None]
     return decode(q, *whole, valid, scale)[0]

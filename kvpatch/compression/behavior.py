@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpatch.compression.prompt import Exit, Prompt, accumulation, window_meets
+from kvpatch.compression.prompt import Exit, Prompt, window_attention
 from kvpatch.ranking import is_int, is_real
 
 NAME = "behavior"
@@ -84,6 +84,11 @@ class Removal(NamedTuple):
     halved: int
 
 
+def root_of(states: Tensor, epsilon: float) -> Tensor:
+    """What the norm divides by: [U, E] to [U, 1]."""
+    return (states.square().mean(-1, keepdim=True) + epsilon).sqrt()
+
+
 def jacobian(states: Tensor, gain: Tensor, epsilon: float, rows: Tensor) -> Tensor:
     """Rows of the head times the norm's derivative: how much the logits move with the last state.
 
@@ -94,7 +99,7 @@ def jacobian(states: Tensor, gain: Tensor, epsilon: float, rows: Tensor) -> Tens
         [U, K, E].
     """
     width = states.shape[-1]
-    scale = (states.square().mean(-1, keepdim=True) + epsilon).sqrt()  # [U, 1]
+    scale = root_of(states, epsilon)
     rows = rows * gain
     along = torch.einsum("uke,ue->uk", rows, states) / (width * scale**3)
     return rows / scale[..., None] - along[..., None] * states[:, None]
@@ -106,8 +111,7 @@ def support_of(states: Tensor, way: Exit, size: int) -> tuple[Tensor, Tensor]:
     Args:
         states: [U, E].
     """
-    scale = (states.square().mean(-1, keepdim=True) + way.epsilon).sqrt()
-    normed = states / scale * way.gain.to(states.dtype)
+    normed = states / root_of(states, way.epsilon) * way.gain.to(states.dtype)
     logits = torch.cat([normed @ some.to(states.dtype).T for some in way.head.split(HEAD_ROWS)], -1)
     if way.bias is not None:
         logits = logits + way.bias.to(states.dtype)
@@ -139,35 +143,27 @@ class Search:
     """The greedy search over one row.
 
     Args:
-        queries: of each layer [H, U, D] after RoPE, at the scoring positions.
-        keys, values: of each layer [G, n, D], n the row's length.
-        meets: of each layer [U, n] bool, what each scoring query meets.
+        weights: of each layer [G, R, U, n], attention at the scoring positions, n the row's length.
+        values: of each layer [G, n, D].
         outputs: of each layer [E, H * D].
         way: its `states` [1, U, E] of this row.
-        scale: of the logits.
         how: `Behavior`.
     """
 
-    def __init__(self, queries, keys, values, meets, outputs, way: Exit, scale: float, how: Behavior):
-        wide = accumulation(keys[0])
-        self.how, self.layers, (self.groups, self.n, width) = how, len(keys), keys[0].shape
+    def __init__(self, weights: list[Tensor], values: list[Tensor], outputs: list[Tensor], way: Exit, how: Behavior):
+        wide = weights[0].dtype
+        self.how, self.layers, (self.groups, self.n, _) = how, len(values), values[0].shape
         states = way.states[0].to(wide)
         tokens, logp = support_of(states, way, how.support)
         self.logp = logp[..., None]  # [U, K, 1]
         rows = jacobian(states, way.gain.to(wide), way.epsilon, way.head[tokens].to(wide))
-        self.weights, self.values, self.projected, self.of_outputs = [], [], [], []
-        for query, key, value, meet, output in zip(queries, keys, values, meets, outputs, strict=True):
-            heads, count, _ = query.shape
-            packed = query.to(wide).view(self.groups, heads // self.groups, count, width).transpose(1, 2)
-            logits = torch.einsum("gurd,gnd->gurn", packed, key.to(wide)) * scale
-            weights = logits.masked_fill(~meet[:, None], -torch.inf).softmax(-1)  # [G, U, R, n]
-            by_group = output.to(wide).view(-1, self.groups, heads // self.groups * width).transpose(0, 1)
+        self.weights = [one.transpose(1, 2) for one in weights]  # [G, U, R, n]
+        self.values, self.projected, self.of_outputs = values, [], []
+        for weight, value, output in zip(self.weights, values, outputs, strict=True):
+            by_group = output.to(wide).unflatten(-1, (self.groups, -1)).transpose(0, 1)
             projected = torch.stack([rows @ one for one in by_group])  # [G, U, K, R * D]
-            seen = torch.einsum("gurn,gnd->gurd", weights, value.to(wide))
-            self.weights.append(weights)
-            self.values.append(value)
             self.projected.append(projected)
-            self.of_outputs.append(self._through(projected, seen))
+            self.of_outputs.append(self._through(projected, weight @ value.to(wide)[:, None]))
         self.mass = [torch.zeros_like(one[..., 0]) for one in self.weights]  # removed, [G, U, R]
         self.of_lost = [torch.zeros_like(one) for one in self.of_outputs]  # what m o - c comes to, [G, U, K, R]
         self.shift = torch.zeros_like(self.logp)  # of the logits by the mask, [U, K, 1]
@@ -245,8 +241,7 @@ class Search:
         alone = self._all_costs(alive)
         tick(int(alive.sum()))
         pool = torch.minimum(torch.tensor([how.pooled(one) for one in quotas]), among)
-        ranks = alone.reshape(shape).argsort(dim=-1, stable=True).argsort(dim=-1, stable=True)
-        alive = alive & (ranks < pool[:, None]).view(alive.shape)
+        alive = alive & _lightest(alone.reshape(shape), pool).view(alive.shape)
         costs, epsilon, halved = alone.masked_fill(~alive, torch.inf), how.epsilon, 0
         order, divergences, before = [], [], 0.0
         while int(wanted.sum()):
@@ -271,8 +266,7 @@ class Search:
                 if not how.weighs_all(len(divergences)):
                     light = costs.masked_fill(~alive, torch.inf).reshape(shape)
                     most = (how.again * alive.reshape(shape).sum(-1)).long().clamp_min(1)
-                    ranks = light.argsort(dim=-1, stable=True).argsort(dim=-1, stable=True)
-                    some = alive & (ranks < most[:, None]).view(alive.shape)
+                    some = alive & _lightest(light, most).view(alive.shape)
                 costs = torch.where(some, self._all_costs(some), costs)
                 tick(int(some.sum()))
         return Removal(torch.tensor(order, dtype=torch.int64).view(-1, 3), divergences, halved)
@@ -306,23 +300,21 @@ class Search:
 
     def _together(self, triples: list[tuple[int, int, int]], epsilon: float) -> list[tuple[int, int, int]]:
         """Those of a round, in order, that leave enough mass together; the others are asked again in the next one."""
-        kept = []
         of_heads: dict[tuple[int, int], list[int]] = {}
         for layer, group, entry in triples:
             of_heads.setdefault((layer, group), []).append(entry)
-        fine: dict[tuple[int, int], int] = {}
+        fine = set()
         for (layer, group), entries in of_heads.items():
             some = torch.tensor(entries, device=self.shift.device)
             gone = self.weights[layer][group][..., some].cumsum(-1) + self.mass[layer][group][..., None]
             enough = (self._left(gone) >= epsilon).flatten(0, 1).all(0).cpu()
-            fine[layer, group] = int(enough.int().cumprod(0).sum())
-        seen: dict[tuple[int, int], int] = {}
-        for layer, group, entry in triples:
-            number = seen.get((layer, group), 0)
-            seen[layer, group] = number + 1
-            if number < fine[layer, group]:
-                kept.append((layer, group, entry))
-        return kept
+            fine |= {(layer, group, entry) for entry in entries[: int(enough.int().cumprod(0).sum())]}
+        return [one for one in triples if one in fine]
+
+
+def _lightest(costs: Tensor, count: Tensor) -> Tensor:
+    """Which entries cost least: of costs [parts, m] so many of each part [parts], of equals the first; bool."""
+    return costs.argsort(dim=-1, stable=True).argsort(dim=-1, stable=True) < count[:, None]
 
 
 def choose(
@@ -351,7 +343,6 @@ def choose(
     """
     layers, (groups, n) = len(prompts), prompts[0].keys.shape[1:3]
     keep = held.expand(-1, groups, n)[:, None].repeat(1, layers, 1, 1)
-    meets = [window_meets(prompt, slice(None)).expand(len(prompt.length), 1, 1, -1, n)[:, 0, 0] for prompt in prompts]
     parts = {"global": 1, "adaptive": layers}.get(allocation, layers * groups)
     cells = layers * groups // parts  # heads that share a quota
     loose = (held & ~protected)[:, 0]
@@ -362,22 +353,23 @@ def choose(
         for row, quota in enumerate(wanted):
             if quota:
                 eligible = loose[row, : int(prompts[0].length[row])].expand(layers, groups, -1)
-                search = _search_of(row, how, prompts, meets, way)
+                search = _search_of(row, how, prompts, way)
                 order = search.run(eligible, [quota] * parts, tick).order.to(keep.device)
                 keep[row, order[:, 0], order[:, 1], order[:, 2]] = False
     return list(keep.unbind(1))
 
 
-def _search_of(row: int, how: Behavior, prompts: list[Prompt], meets: list[Tensor], way: Exit) -> Search:
-    """The search over one row; meets of each layer [B, w, n]."""
-    asks, most = prompts[0].asks[row], int(prompts[0].length[row])
-    return Search(
-        [prompt.queries[row][:, asks] for prompt in prompts],
-        [prompt.keys[row, :, :most] for prompt in prompts],
-        [prompt.values[row, :, :most] for prompt in prompts],
-        [meet[row][asks, :most] for meet in meets],
-        [prompt.output for prompt in prompts],
-        way._replace(states=way.states[row, asks][None]),
-        prompts[0].scale,
-        how,
-    )
+def _search_of(row: int, how: Behavior, prompts: list[Prompt], way: Exit) -> Search:
+    """The search over one row."""
+    one, asks, most = slice(row, row + 1), prompts[0].asks[row], int(prompts[0].length[row])
+    alone = [
+        prompt._replace(
+            **{name: getattr(prompt, name)[one] for name in ("queries", "length", "asks")},
+            keys=prompt.keys[one, :, :most],
+            values=prompt.values[one, :, :most],
+        )
+        for prompt in prompts
+    ]
+    weights = [window_attention(prompt)[0, :, :, asks] for prompt in alone]
+    values, outputs = [prompt.values[0] for prompt in alone], [prompt.output for prompt in alone]
+    return Search(weights, values, outputs, way._replace(states=way.states[one, asks]), how)
